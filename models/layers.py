@@ -1,0 +1,173 @@
+"""Norm, attention, MLP and the block they make. Weights name their logical axes.
+
+Shape letters: B batch, L length, D width, H heads, G key-value heads, K head width,
+F hidden width.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ..sharding import Sharder
+from .attention import attend, attend_cached, rotate
+from .linear import linear
+
+if TYPE_CHECKING:
+    from .transformer import Config
+
+RESIDUAL = ("batch", "residual_length", "embed")
+INITIAL_SCALE = 0.02
+
+
+def weight(config: "Config", rngs: nnx.Rngs, shape, axes, *, scale=INITIAL_SCALE):
+    value = scale * jax.random.normal(rngs.params(), shape, config.param_dtype)
+    return nnx.Param(value, axes=axes)
+
+
+def constant(config: "Config", value: float, shape, axes):
+    return nnx.Param(jnp.full(shape, value, config.param_dtype), axes=axes)
+
+
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm with a bias where the config has biases. In float32."""
+
+    def __init__(self, config: "Config", rngs: nnx.Rngs):
+        self.config = config
+        self.scale = constant(config, 1.0, (config.d_model,), ("norm",))
+        if config.norm == "layer" and config.use_bias:
+            self.bias = constant(config, 0.0, (config.d_model,), ("norm",))
+
+    def __call__(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
+        x = x_BLD.astype(jnp.float32)
+        if self.config.norm == "layer":
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(variance + self.config.norm_epsilon)
+        x = x * shard.weight(self.scale[...], ("norm",))[None, None]
+        if hasattr(self, "bias"):
+            x = x + shard.weight(self.bias[...], ("norm",))[None, None]
+        return x.astype(x_BLD.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with optional rotary positions."""
+
+    def __init__(self, config: "Config", rngs: nnx.Rngs):
+        c = self.config = config
+        D, H, G, K = c.d_model, c.num_heads, c.kv_heads, c.head_width
+        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        self.query = weight(c, rngs, (D, H, K), ("embed", *heads))
+        self.key = weight(c, rngs, (D, G, K), ("embed", *kv_heads))
+        self.value = weight(c, rngs, (D, G, K), ("embed", *kv_heads))
+        self.out = weight(
+            c, rngs, (H, K, D), (*heads, "embed"), scale=residual_scale(c)
+        )
+        if c.use_bias:
+            self.query_bias = constant(c, 0.0, (H, K), heads)
+            self.key_bias = constant(c, 0.0, (G, K), kv_heads)
+            self.value_bias = constant(c, 0.0, (G, K), kv_heads)
+            self.out_bias = constant(c, 0.0, (D,), ("norm",))
+
+    def __call__(self, x_BLD, positions_BL, segments_BL, shard: Sharder) -> jax.Array:
+        q, k, v = self.project(x_BLD, positions_BL, shard)
+        out = attend(
+            q,
+            k,
+            v,
+            segments_BL=segments_BL,
+            implementation=self.config.attention,
+        )
+        out = shard(out, ("batch", "length", "heads", "head_dim"))
+        return linear(checkpoint_name(out, "attended"), self, "out", 2, shard)
+
+    def project(self, x_BLD, positions_BL, shard: Sharder):
+        """Queries, keys and values, turned by their positions."""
+        result = []
+        for name, heads in (
+            ("query", "heads"),
+            ("key", "kv_heads"),
+            ("value", "kv_heads"),
+        ):
+            y = linear(x_BLD, self, name, 1, shard)
+            if self.config.positions == "rotary" and name != "value":
+                y = rotate(y, positions_BL, self.config.rope_theta)
+            y = shard(y, ("batch", "length", heads, "head_dim"))
+            result.append(checkpoint_name(y, name))
+        return result
+
+    def decode(self, x_B1D, cache, position, shard: Sharder):
+        """One position, reading and extending the cache (k, v), each [B, S, G, K]."""
+        positions = jnp.full(x_B1D.shape[:2], position, jnp.int32)
+        q, k, v = self.project(x_B1D, positions, shard)
+        cache = tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, 1)
+            for old, new in zip(cache, (k, v), strict=True)
+        )
+        out = attend_cached(q[:, 0], *cache, position)[:, None]
+        return linear(out, self, "out", 2, shard), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU, or one hidden layer with GELU."""
+
+    def __init__(self, config: "Config", rngs: nnx.Rngs):
+        c = self.config = config
+        D, F = c.d_model, c.d_ff
+        self.up = weight(c, rngs, (D, F), ("embed", "mlp"))
+        if c.mlp == "swiglu":
+            self.gate = weight(c, rngs, (D, F), ("embed", "mlp"))
+        self.down = weight(c, rngs, (F, D), ("mlp", "embed"), scale=residual_scale(c))
+        if c.use_bias:
+            self.up_bias = constant(c, 0.0, (F,), ("mlp",))
+            self.down_bias = constant(c, 0.0, (D,), ("norm",))
+
+    def __call__(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
+        up = checkpoint_name(linear(x_BLD, self, "up", 1, shard), "hidden")
+        if self.config.mlp == "swiglu":
+            gate = checkpoint_name(linear(x_BLD, self, "gate", 1, shard), "hidden")
+            hidden = jax.nn.silu(gate) * up
+        else:
+            hidden = jax.nn.gelu(up)
+        hidden = shard(hidden, ("batch", "length", "mlp"))
+        return linear(hidden, self, "down", 1, shard)
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP on a residual stream."""
+
+    def __init__(self, config: "Config", rngs: nnx.Rngs):
+        self.attention_norm = Norm(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = Norm(config, rngs)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BLD, positions_BL, segments_BL, shard: Sharder) -> jax.Array:
+        y = self.attention(
+            self._whole(self.attention_norm(x_BLD, shard), shard),
+            positions_BL,
+            segments_BL,
+            shard,
+        )
+        x_BLD = x_BLD + shard(y, RESIDUAL)
+        y = self.mlp(self._whole(self.mlp_norm(x_BLD, shard), shard), shard)
+        return x_BLD + shard(y, RESIDUAL)
+
+    def decode(self, x_B1D, cache, position, shard: Sharder):
+        y, cache = self.attention.decode(
+            self.attention_norm(x_B1D, shard), cache, position, shard
+        )
+        x_B1D = x_B1D + y
+        return x_B1D + self.mlp(self.mlp_norm(x_B1D, shard), shard), cache
+
+    def _whole(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
+        """Every position on each device that computes with a cut of the weights."""
+        return shard(x_BLD, ("batch", "length", "embed"))
+
+
+def residual_scale(config: "Config") -> float:
+    """Smaller weights where a block adds to the residual stream, by its depth."""
+    return INITIAL_SCALE / math.sqrt(2 * config.num_layers)

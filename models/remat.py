@@ -1,0 +1,30 @@
+"""What the backward pass recomputes, by name.
+
+none        keep everything that the backward pass reads
+full        keep each block's input only, recompute the block
+save-dots   keep the results of weight matmuls, recompute the rest
+save-named  keep the values that the model names (SAVED_NAMES)
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+
+Remat = Literal["none", "full", "save-dots", "save-named"]
+SAVED_NAMES = ("query", "key", "value", "attended", "hidden")
+
+
+def rematerialize(block: Callable, remat: Remat) -> Callable:
+    """Wraps the body of a scan over blocks."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return block
+    policy = {
+        "full": policies.nothing_saveable,
+        "save-dots": policies.dots_with_no_batch_dims_saveable,
+        "save-named": policies.save_only_these_names(*SAVED_NAMES),
+    }[remat]
+    # Inside a scan nothing can be merged across the forward and backward loops, so
+    # the guard against common-subexpression elimination is only a cost.
+    return jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -1,0 +1,227 @@
+"""A decoder transformer that covers the shapes of GPT-2 and Llama 2 and 3.
+
+Shape letters: B batch, L length, D width, V vocabulary (padded).
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..sharding import Sharder
+from . import functional
+from .attention import Implementation
+from .cross_entropy import cross_entropy
+from .functional import Params
+from .layers import RESIDUAL, Block, Norm, weight
+from .remat import Remat, rematerialize
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A transformer language model, as the trainer takes a model.
+
+    Attributes:
+      num_kv_heads: key-value heads shared by groups of query heads; default num_heads.
+      head_dim: default d_model / num_heads.
+      pad_vocab_to: the vocabulary's arrays are padded to a multiple of this, so that
+        mesh axes divide them. Padded entries never get any probability.
+      logit_softcap: logits are squeezed into (-cap, cap) by a tanh.
+      z_loss: weight of log(Z)^2, which keeps logits from drifting.
+    """
+
+    vocab_size: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    d_ff: int
+    max_length: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    norm_epsilon: float = 1e-5
+    positions: Literal["rotary", "learned"] = "rotary"
+    rope_theta: float = 10_000.0
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    use_bias: bool = False
+    tied_head: bool = False
+    pad_vocab_to: int = 1
+    logit_softcap: float | None = None
+    z_loss: float = 0.0
+    remat: Remat = "save-dots"
+    attention: Implementation = "auto"
+    param_dtype: DType = "float32"
+    compute_dtype: DType = "bfloat16"
+
+    def __post_init__(self):
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads "
+                f"{self.kv_heads}"
+            )
+        if self.head_dim is None and self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model {self.d_model} is not divided by num_heads "
+                f"{self.num_heads}; change one, or give head_dim"
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ValueError(
+                f"rotary positions need an even head_dim, got {self.head_width}"
+            )
+        for name in ("vocab_size", "num_layers", "d_ff", "max_length", "pad_vocab_to"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
+
+    def init(self, key: jax.Array) -> Params:
+        return functional.init(self._make, key)
+
+    def axes(self) -> Params:
+        return functional.axes(self._make)
+
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Names the dimensions of every array a batch may hold."""
+        names = ("inputs", "targets", "weights", "positions", "segments")
+        return dict.fromkeys(names, ("batch", "length"))
+
+    def check_batch(self, batch: dict[str, Any]) -> None:
+        """Says what is wrong with the shapes of a batch, before anything compiles."""
+        length = batch["inputs"].shape[1]
+        if length > self.max_length:
+            raise ValueError(
+                f"the data's sequences have length {length}, but the model's "
+                f"max_length is {self.max_length}. Raise max_length or shorten the "
+                "data's length."
+            )
+
+    def loss(
+        self, params: Params, batch: dict[str, jax.Array], shard: Sharder
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(sum, weight, other sums of the same weight) over a batch's tokens."""
+        return functional.bind(self._make, params).loss(batch, shard)
+
+    def logits(self, params: Params, tokens_BL: jax.Array, shard: Sharder) -> jax.Array:
+        model = functional.bind(self._make, params)
+        return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
+
+    def num_params(self) -> int:
+        """Parameters, without the vocabulary's padding."""
+        config = dataclasses.replace(self, pad_vocab_to=1)
+        shapes = jax.eval_shape(config.init, jax.random.key(0))
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+    def model_flops(self, batch: dict[str, Any]) -> float:
+        """FLOPs of one update on a batch of these shapes, no recomputation counted.
+
+        6 for each matmul weight and token (2 forward, 4 backward), and causal
+        attention: 6 * layers * length * heads * head_dim a token.
+        """
+        num_examples, length = batch["inputs"].shape
+        c = self
+        attention = c.d_model * c.head_width * 2 * (c.num_heads + c.kv_heads)
+        mlp = c.d_model * c.d_ff * (3 if c.mlp == "swiglu" else 2)
+        matmul = c.num_layers * (attention + mlp) + c.vocab_size * c.d_model
+        causal = c.num_layers * length * c.num_heads * c.head_width
+        return 6.0 * num_examples * length * (matmul + causal)
+
+    @property
+    def _make(self):
+        return functools.partial(Transformer, self)
+
+
+class Transformer(nnx.Module):
+    """Embedding, a stack of equal blocks with a leading layer dimension, and a head."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        c = self.config = config
+        self.embedding = weight(
+            c, rngs, (c.padded_vocab, c.d_model), ("vocab", "embed")
+        )
+        if c.positions == "learned":
+            shape = (c.max_length, c.d_model)
+            self.position = weight(c, rngs, shape, ("position", "embed"))
+        self.blocks = functional.stack(self._make_block, c.num_layers, rngs)
+        self.final_norm = Norm(c, rngs)
+        if not c.tied_head:
+            shape = (c.d_model, c.padded_vocab)
+            self.head = weight(c, rngs, shape, ("embed", "vocab"))
+
+    @property
+    def _make_block(self):
+        return functools.partial(Block, self.config)
+
+    def embed(self, tokens_BL, positions_BL, shard: Sharder) -> jax.Array:
+        table_VD = shard.weight(
+            self.embedding[...], ("vocab", "embed"), self.config.compute_dtype
+        )
+        x_BLD = table_VD[tokens_BL]
+        if self.config.positions == "learned":
+            table = shard.weight(
+                self.position[...], ("position", "embed"), self.config.compute_dtype
+            )
+            x_BLD = x_BLD + table[positions_BL]
+        return shard(x_BLD, RESIDUAL)
+
+    def block_params(self) -> Params:
+        """The stacked blocks as a plain tree, each array [layer, ...]."""
+        return nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
+
+    def hidden(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
+        """The residual stream after the last block."""
+        tokens_BL = batch["inputs"]
+        positions_BL = batch.get("positions")
+        if positions_BL is None:
+            positions_BL = jax.lax.broadcasted_iota(jnp.int32, tokens_BL.shape, 1)
+        segments_BL = batch.get("segments")
+
+        def block(x_BLD, params):
+            layer = functional.bind(self._make_block, params)
+            return layer(x_BLD, positions_BL, segments_BL, shard), None
+
+        x_BLD = self.embed(tokens_BL, positions_BL, shard)
+        body = rematerialize(block, self.config.remat)
+        return jax.lax.scan(body, x_BLD, self.block_params())[0]
+
+    def head_logits(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
+        """Logits cut by vocabulary wherever the rules cut it; padding is -1e9."""
+        c = self.config
+        x_BLD = shard(self.final_norm(x_BLD, shard), ("batch", "length", "embed"))
+        if c.tied_head:
+            w = shard.weight(self.embedding[...], ("vocab", "embed"), c.compute_dtype)
+            logits = jnp.einsum("BLD,VD->BLV", x_BLD, w)
+        else:
+            w = shard.weight(self.head[...], ("embed", "vocab"), c.compute_dtype)
+            logits = jnp.einsum("BLD,DV->BLV", x_BLD, w)
+        logits = shard(logits, ("batch", "length", "vocab")).astype(jnp.float32)
+        if c.logit_softcap is not None:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        if c.padded_vocab != c.vocab_size:
+            index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+            logits = jnp.where(index < c.vocab_size, logits, -1e9)
+        return logits
+
+    def loss(self, batch: dict[str, jax.Array], shard: Sharder):
+        logits_BLV = self.head_logits(self.hidden(batch, shard), shard)
+        nll_BL, z_BL = cross_entropy(
+            logits_BLV, batch["targets"], z_loss=self.config.z_loss
+        )
+        weights_BL = batch["weights"].astype(jnp.float32)
+        nll, z = jnp.sum(nll_BL * weights_BL), jnp.sum(z_BL * weights_BL)
+        metrics = {"z_loss": z} if self.config.z_loss else {}
+        return nll + z, jnp.sum(weights_BL), metrics

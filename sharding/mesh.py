@@ -1,0 +1,159 @@
+"""The mesh: named axes over devices, slowest network first."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+# replica: between slices or clusters; tensor: the fastest links.
+AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
+
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """Sizes of the mesh axes. At most one is -1 and takes the devices left over.
+
+    An axis of size 1 is always there and costs nothing, so rules never have to ask
+    whether it exists.
+
+    Attributes:
+      dcn: the part of each axis that crosses the slower network between slices, for
+        instance {"data": 2} for two slices that share a batch. The sizes above are
+        totals: data=8 with dcn {"data": 2} is 4 ways inside each of 2 slices.
+    """
+
+    replica: int = 1
+    pipe: int = 1
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    dcn: Mapping[str, int] | None = None
+
+    def __post_init__(self):
+        for name in AXES:
+            size = getattr(self, name)
+            if size != -1 and size < 1:
+                raise ValueError(
+                    f"mesh axis {name!r} has size {size}; give a positive size, or -1 "
+                    "for the devices left over"
+                )
+        free = [name for name in AXES if getattr(self, name) == -1]
+        if len(free) > 1:
+            raise ValueError(
+                f"mesh {self}: only one axis may be -1, got {free}. Give the others "
+                "their sizes."
+            )
+        for name, size in (self.dcn or {}).items():
+            if name not in AXES:
+                raise ValueError(
+                    f"mesh dcn names {name!r}, which is no mesh axis. Axes: "
+                    f"{', '.join(AXES)}."
+                )
+            total = getattr(self, name)
+            if size < 1 or (total != -1 and total % size):
+                raise ValueError(
+                    f"mesh axis {name!r} of size {total} cannot be split over "
+                    f"{size} slices; dcn must divide the axis"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshSpec":
+        """Reads "data=2,fsdp=-1,tensor=4"; a slice part is "data=8/2" (dcn 2)."""
+        sizes: dict[str, int] = {}
+        dcn: dict[str, int] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, value = part.partition("=")
+            total, _, slices = value.partition("/")
+            name = name.strip()
+            if name not in AXES:
+                raise ValueError(
+                    f"mesh {text!r}: {name!r} is no mesh axis. Axes: {', '.join(AXES)}."
+                )
+            if name in sizes:
+                raise ValueError(f"mesh {text!r}: axis {name!r} is given twice")
+            try:
+                sizes[name] = int(total)
+                if slices:
+                    dcn[name] = int(slices)
+            except ValueError:
+                raise ValueError(
+                    f"mesh {text!r}: the size of {name!r} must be a whole number, got "
+                    f"{value!r}. Write it as {name}=4, or {name}=-1 for the rest."
+                ) from None
+        return cls(**sizes, dcn=dcn or None)
+
+    def __str__(self) -> str:
+        sizes = [f"{n}={getattr(self, n)}" for n in AXES if getattr(self, n) != 1]
+        return ",".join(sizes) or "one device"
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """Fills in the -1 and checks that the sizes multiply to `num_devices`."""
+        given = {name: getattr(self, name) for name in AXES}
+        fixed = math.prod(size for size in given.values() if size != -1)
+        free = -1 in given.values()
+        if num_devices % fixed or (not free and fixed != num_devices):
+            wanted = f"a multiple of {fixed}" if free else f"{fixed}"
+            raise ValueError(
+                f"mesh {self} needs {wanted} devices, but there are {num_devices}. "
+                "Change the axis sizes, or give one axis size -1."
+            )
+        rest = num_devices // fixed
+        return {n: rest if s == -1 else s for n, s in given.items()}
+
+    def make(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh over `devices` (default: all), neighbours on it near on the wire.
+
+        `devices` may be the compile-only devices of a topology.
+        """
+        devices = jax.devices() if devices is None else list(devices)
+        sizes = self.sizes(len(devices))
+        if not self.dcn:
+            grid = mesh_utils.create_device_mesh(
+                tuple(sizes.values()), devices, allow_split_physical_axes=True
+            )
+        else:
+            outer = {n: self.dcn.get(n, 1) for n in AXES}
+            if any(sizes[n] % outer[n] for n in AXES):
+                raise ValueError(f"mesh {sizes} is not divided by its dcn part {outer}")
+            grid = mesh_utils.create_hybrid_device_mesh(
+                tuple(sizes[n] // outer[n] for n in AXES),
+                tuple(outer.values()),
+                devices,
+                # Without slices (GPU, CPU) the slower network is between processes.
+                process_is_granule=getattr(devices[0], "slice_index", None) is None,
+                allow_split_physical_axes=True,
+            )
+        # axis_types is spelled out because jax's default is Explicit now, which
+        # changes what model code may write.
+        return Mesh(np.asarray(grid), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def abstract(self, num_devices: int | None = None) -> AbstractMesh:
+        """The mesh without devices, to plan for machines that are not here."""
+        if num_devices is None:
+            given = [getattr(self, n) for n in AXES]
+            if -1 in given:
+                raise ValueError(
+                    f"mesh {self} has an axis of size -1, and no number of devices "
+                    "was given to derive it from. Write its size."
+                )
+            num_devices = math.prod(given)
+        sizes = self.sizes(num_devices)
+        return AbstractMesh(
+            tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+        )
+
+
+def mesh_sizes(mesh: Mesh | AbstractMesh | Sizes) -> dict[str, int]:
+    """Axis sizes of a mesh, an abstract mesh, or a plain mapping of sizes."""
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return dict(mesh.shape)
+    return dict(mesh)

@@ -1,0 +1,108 @@
+"""Plans: named sets of rules that compose with `+`, the later one having its say.
+
+    rules = data() + fsdp() + tensor()
+
+`data` comes first: it knows every standard logical name and leaves the weights whole;
+the plans after it cut more. The standard names (a model may add its own):
+
+  batch            examples
+  length           positions, where heads or hidden units are cut (inside a block)
+  residual_length  positions of the residual stream, between the blocks' parts
+  layer            the stack of equal blocks
+  embed            the width of the residual stream, one side of every weight matrix
+  mlp heads kv_heads vocab      the other side
+  head_dim norm position        small or never worth a cut
+"""
+
+from collections.abc import Callable
+
+from .rules import Rules
+
+STANDARD_NAMES = (
+    "length",
+    "residual_length",
+    "layer",
+    "embed",
+    "mlp",
+    "heads",
+    "kv_heads",
+    "vocab",
+    "head_dim",
+    "norm",
+    "position",
+)
+BATCH_AXES = ("replica", "data", "fsdp", "expert")
+
+
+def data() -> Rules:
+    """Data parallel: the batch is cut over every axis that carries data.
+
+    The fsdp and expert axes carry data too; where a mesh leaves them at size 1 they
+    cost nothing.
+    """
+    whole = dict.fromkeys(STANDARD_NAMES)
+    return Rules.of({"batch": BATCH_AXES} | whole, plan="data")
+
+
+def fsdp(stage: int = 3) -> Rules:
+    """Cuts what is stored for each weight over the fsdp axis (ZeRO).
+
+    Args:
+      stage: 3 cuts parameters, gradients and optimizer state, and the step gathers
+        each layer's weights when it comes to it. 1 cuts the optimizer state only.
+    """
+    if stage not in (1, 3):
+        raise ValueError(
+            f"fsdp stage must be 3 (parameters and optimizer state) or 1 (optimizer "
+            f"state only), got {stage}"
+        )
+    rules = Rules.of({"embed": "fsdp"}, role="optimizer", plan="fsdp")
+    if stage == 3:
+        rules += Rules.of({"embed": "fsdp"}, role="param", plan="fsdp")
+    return rules
+
+
+def tensor() -> Rules:
+    """Cuts one side of each weight matrix over the tensor axis (columns, then rows)."""
+    names = ("mlp", "heads", "kv_heads", "vocab")
+    return Rules.of(dict.fromkeys(names, "tensor"), plan="tensor")
+
+
+def tensor2d() -> Rules:
+    """Cuts both sides of each weight matrix into blocks: embed over fsdp, the other
+    over tensor. Weights are never gathered; the residual stream is cut by embed, and
+    the batch only over the replica and data axes.
+    """
+    table = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), "tensor")
+    return Rules.of(
+        table | {"embed": "fsdp", "batch": ("replica", "data")}, plan="tensor2d"
+    )
+
+
+def sequence() -> Rules:
+    """Cuts the residual stream by position over the tensor axis, between the parts of
+    a block where tensor() would leave it whole on every device.
+    """
+    return Rules.of({"residual_length": "tensor"}, plan="sequence")
+
+
+PLANS: dict[str, Callable[[], Rules]] = {
+    "data": data,
+    "fsdp": fsdp,
+    "zero1": lambda: fsdp(stage=1),
+    "tensor": tensor,
+    "tensor2d": tensor2d,
+    "sequence": sequence,
+}
+
+
+def parse_plan(text: str) -> Rules:
+    """Rules from "data+fsdp+tensor", as configs and the command line write them."""
+    rules = Rules()
+    for name in (part.strip() for part in text.split("+")):
+        if name not in PLANS:
+            raise ValueError(
+                f"plan {text!r}: {name!r} is no plan. Plans: {', '.join(PLANS)}."
+            )
+        rules += PLANS[name]()
+    return rules

@@ -1,0 +1,146 @@
+"""Rules: which mesh axes may cut which logical axis, for parameters and activations.
+
+A row of the table says: for this logical name, in this role, try these candidates in
+this order. A candidate is a tuple of mesh axes; the empty tuple is "do not cut". Roles:
+
+  param       the parameter as it is stored between steps
+  compute     the parameter or activation as the model computes with it
+  optimizer   what the optimizer keeps for the parameter, and its gradient
+
+A row without a role holds for all three. `a + b` is a table in which a row of b
+replaces the rows of a for the same name and role; what was replaced is kept, and
+`lint` tells of it.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, get_args
+
+Role = Literal["param", "compute", "optimizer"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+Candidate = tuple[str, ...]
+# What a person may write for the candidates of a name: None, "tensor",
+# ("data", "fsdp") for one candidate, or a list of candidates.
+CandidatesLike = None | str | tuple[str, ...] | Sequence[None | str | tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table. `plan` says where it came from."""
+
+    name: str
+    candidates: tuple[Candidate, ...]
+    role: Role | None = None
+    plan: str = "rules"
+
+    def __str__(self) -> str:
+        tried = " | ".join("+".join(c) if c else "whole" for c in self.candidates)
+        role = f" ({self.role})" if self.role else ""
+        return f"{self.name}{role} -> {tried}  [{self.plan}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """An ordered table of rows. Build it from plans, or from a mapping with `of`."""
+
+    rows: tuple[Row, ...] = ()
+    replaced: tuple[tuple[Row, Row], ...] = ()  # (row that lost its place, by which)
+
+    @classmethod
+    def of(
+        cls,
+        table: Mapping[str, CandidatesLike],
+        *,
+        role: Role | None = None,
+        plan: str = "rules",
+    ) -> "Rules":
+        """Rules from {"mlp": "tensor", "batch": ("data", "fsdp"), "embed": None}.
+
+        A list is several candidates in order: {"heads": ["tensor", None]} leaves
+        heads whole where tensor does not divide them.
+        """
+        if role is not None and role not in ROLES:
+            raise ValueError(
+                f"role {role!r} of plan {plan!r} is unknown. Roles: {', '.join(ROLES)}."
+            )
+        return cls(
+            tuple(
+                Row(name, _candidates(name, value), role, plan)
+                for name, value in table.items()
+            )
+        )
+
+    def __add__(self, other: "Rules") -> "Rules":
+        kept, replaced = [], [*self.replaced, *other.replaced]
+        for row in self.rows:
+            by = next((new for new in other.rows if _replaces(new, row)), None)
+            if by is None:
+                kept.append(row)
+            elif by.candidates != row.candidates:
+                replaced.append((row, by))
+        return Rules((*kept, *other.rows), tuple(replaced))
+
+    def find(self, name: str, role: Role) -> Row | None:
+        """The row for a name in a role: one for this role before one for all."""
+        general = None
+        for row in self.rows:
+            if row.name == name and row.role == role:
+                return row
+            if row.name == name and row.role is None:
+                general = row
+        return general
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.name for row in self.rows))
+
+    def __str__(self) -> str:
+        return "\n".join(str(row) for row in self.rows)
+
+
+def _replaces(new: Row, old: Row) -> bool:
+    return new.name == old.name and (new.role is None or new.role == old.role)
+
+
+def _candidates(name: str, value: CandidatesLike) -> tuple[Candidate, ...]:
+    if value is None or isinstance(value, str | tuple):
+        value = [value]
+    result = []
+    for one in value:
+        candidate = () if one is None else (one,) if isinstance(one, str) else one
+        if not isinstance(candidate, tuple) or not all(
+            isinstance(axis, str) for axis in candidate
+        ):
+            raise ValueError(
+                f"rule for {name!r}: a candidate is a mesh axis, a tuple of mesh axes, "
+                f"or None, got {one!r}"
+            )
+        result.append(candidate)
+    if not result:
+        raise ValueError(
+            f"rule for {name!r} has no candidate; write None to not cut it"
+        )
+    return tuple(result)
+
+
+def lint(rules: Rules, used: Iterable[tuple[str, Role]]) -> list[str]:
+    """Rows that were replaced by a later plan, and rows nothing ever asked for.
+
+    Args:
+      used: (name, role) of every lookup made, as `Resolved.used` records them.
+    """
+    used = set(used)
+    notes = [f"replaced: {old}  by  {new}" for old, new in rules.replaced]
+    for row in rules.rows:
+        roles = ROLES if row.role is None else (row.role,)
+        if not any(
+            (row.name, role) in used and rules.find(row.name, role) is row
+            for role in roles
+        ):
+            notes.append(f"never used: {row}")
+        for i, candidate in enumerate(row.candidates[:-1]):
+            if candidate == ():
+                rest = row.candidates[i + 1 :]
+                notes.append(f"unreachable: {row}: {rest} stand after 'whole'")
+    return notes

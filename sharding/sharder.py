@@ -1,0 +1,81 @@
+"""Sharding constraints inside jit, with mesh and rules bound once and passed along."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from .resolve import Axes, resolve_dimensions, spec_of
+from .rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharder:
+    """Mesh and rules, bound. `shard(x, ("batch", "length", "embed"))` constrains x.
+
+    A model takes one as an argument and never names a mesh axis. `Sharder()` has no
+    mesh and constrains nothing: for one device, or to use a model without any of this.
+    """
+
+    mesh: Mesh | None = None
+    rules: Rules = Rules()
+
+    def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """Constrains an activation to what the rules say for role `compute`."""
+        if self._idle:
+            return x
+        return jax.lax.with_sharding_constraint(
+            x, self._sharding(x.shape, axes, "compute")
+        )
+
+    def weight(self, w: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
+        """A stored parameter, made ready to compute with.
+
+        It is cast first, so that what travels is the smaller type, and gathered from
+        its `param` layout to its `compute` layout; its gradient goes straight to the
+        `optimizer` layout, so it is scattered and never whole where that is cut.
+        """
+        if dtype is not None:
+            w = w.astype(dtype)
+        if self._idle:
+            return w
+        stored = self._sharding(w.shape, axes, "param")
+        compute = self._sharding(w.shape, axes, "compute")
+        gradient = self._sharding(w.shape, axes, "optimizer")
+        return _move(stored, compute, gradient, w)
+
+    def is_cut(self, shape: tuple[int, ...], axes: Axes) -> bool:
+        """Whether an activation of this shape is cut over devices at all."""
+        return (
+            not self._idle
+            and not self._sharding(shape, axes, "compute").is_fully_replicated
+        )
+
+    @property
+    def _idle(self) -> bool:
+        return self.mesh is None or self.mesh.size == 1
+
+    def _sharding(self, shape, axes: Axes, role) -> NamedSharding:
+        assert self.mesh is not None
+        name = f"activation [{', '.join(map(str, axes))}]"
+        dims = resolve_dimensions(
+            axes, shape, self.rules, self.mesh, name=name, role=role
+        )
+        return NamedSharding(self.mesh, spec_of(dims))
+
+
+def _move(stored, compute, gradient, w):
+    @jax.custom_vjp
+    def move(w):
+        w = jax.lax.with_sharding_constraint(w, stored)
+        return jax.lax.with_sharding_constraint(w, compute)
+
+    def forward(w):
+        return move(w), None
+
+    def backward(_, g):
+        return (jax.lax.with_sharding_constraint(g, gradient),)
+
+    move.defvjp(forward, backward)
+    return move(w)
