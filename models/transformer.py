@@ -17,6 +17,7 @@ from .attention import Implementation
 from .cross_entropy import cross_entropy
 from .functional import Params
 from .layers import RESIDUAL, Block, Norm, weight
+from .lookup import lookup
 from .remat import Remat, rematerialize
 
 DType = Literal["float32", "bfloat16"]
@@ -100,8 +101,14 @@ class Config:
         names = ("inputs", "targets", "weights", "positions", "segments")
         return dict.fromkeys(names, ("batch", "length"))
 
-    def check_batch(self, batch: dict[str, Any]) -> None:
-        """Says what is wrong with the shapes of a batch, before anything compiles."""
+    def check_batch(self, batch: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Says what is wrong with the data, before anything compiles."""
+        needed = facts.get("vocab_size", 0)
+        if needed > self.vocab_size:
+            raise ValueError(
+                f"the data has a vocabulary of {needed}, but the model's vocab_size is "
+                f"{self.vocab_size}. Raise vocab_size to {needed}."
+            )
         length = batch["inputs"].shape[1]
         if length > self.max_length:
             raise ValueError(
@@ -119,6 +126,13 @@ class Config:
     def logits(self, params: Params, tokens_BL: jax.Array, shard: Sharder) -> jax.Array:
         model = functional.bind(self._make, params)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
+
+    def generate(self, params: Params, prompt_BP: jax.Array, num_tokens: int, **how):
+        """The prompt continued by `num_tokens`; see decode.generate for the rest."""
+        from .decode import generate
+
+        model = functional.bind(self._make, params)
+        return generate(model, prompt_BP, num_tokens, **how)
 
     def num_params(self) -> int:
         """Parameters, without the vocabulary's padding."""
@@ -156,26 +170,26 @@ class Transformer(nnx.Module):
         if c.positions == "learned":
             shape = (c.max_length, c.d_model)
             self.position = weight(c, rngs, shape, ("position", "embed"))
-        self.blocks = functional.stack(self._make_block, c.num_layers, rngs)
+        self.blocks = functional.stack(self.make_block, c.num_layers, rngs)
         self.final_norm = Norm(c, rngs)
         if not c.tied_head:
             shape = (c.d_model, c.padded_vocab)
             self.head = weight(c, rngs, shape, ("embed", "vocab"))
 
     @property
-    def _make_block(self):
+    def make_block(self):
         return functools.partial(Block, self.config)
 
     def embed(self, tokens_BL, positions_BL, shard: Sharder) -> jax.Array:
         table_VD = shard.weight(
             self.embedding[...], ("vocab", "embed"), self.config.compute_dtype
         )
-        x_BLD = table_VD[tokens_BL]
+        x_BLD = lookup(table_VD, tokens_BL, shard)
         if self.config.positions == "learned":
             table = shard.weight(
                 self.position[...], ("position", "embed"), self.config.compute_dtype
             )
-            x_BLD = x_BLD + table[positions_BL]
+            x_BLD = x_BLD + lookup(table, positions_BL, shard)
         return shard(x_BLD, RESIDUAL)
 
     def block_params(self) -> Params:
@@ -191,7 +205,7 @@ class Transformer(nnx.Module):
         segments_BL = batch.get("segments")
 
         def block(x_BLD, params):
-            layer = functional.bind(self._make_block, params)
+            layer = functional.bind(self.make_block, params)
             return layer(x_BLD, positions_BL, segments_BL, shard), None
 
         x_BLD = self.embed(tokens_BL, positions_BL, shard)

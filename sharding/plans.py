@@ -6,6 +6,7 @@
 the plans after it cut more. The standard names (a model may add its own):
 
   batch            examples
+  lookup_batch     examples, while the gradient of a look-up table is summed
   length           positions, where heads or hidden units are cut (inside a block)
   residual_length  positions of the residual stream, between the blocks' parts
   layer            the stack of equal blocks
@@ -41,7 +42,8 @@ def data() -> Rules:
     cost nothing.
     """
     whole = dict.fromkeys(STANDARD_NAMES)
-    return Rules.of({"batch": BATCH_AXES} | whole, plan="data")
+    batch = dict.fromkeys(("batch", "lookup_batch"), BATCH_AXES)
+    return Rules.of(batch | whole, plan="data")
 
 
 def fsdp(stage: int = 3) -> Rules:
@@ -56,7 +58,11 @@ def fsdp(stage: int = 3) -> Rules:
             f"fsdp stage must be 3 (parameters and optimizer state) or 1 (optimizer "
             f"state only), got {stage}"
         )
-    rules = Rules.of({"embed": "fsdp"}, role="optimizer", plan="fsdp")
+    # The fsdp axis cuts the width of the summed gradient, so no longer its examples.
+    others = tuple(axis for axis in BATCH_AXES if axis != "fsdp")
+    rules = Rules.of(
+        {"embed": "fsdp", "lookup_batch": others}, role="optimizer", plan="fsdp"
+    )
     if stage == 3:
         rules += Rules.of({"embed": "fsdp"}, role="param", plan="fsdp")
     return rules
@@ -74,9 +80,8 @@ def tensor2d() -> Rules:
     the batch only over the replica and data axes.
     """
     table = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), "tensor")
-    return Rules.of(
-        table | {"embed": "fsdp", "batch": ("replica", "data")}, plan="tensor2d"
-    )
+    batch = dict.fromkeys(("batch", "lookup_batch"), ("replica", "data"))
+    return Rules.of(table | batch | {"embed": "fsdp"}, plan="tensor2d")
 
 
 def sequence() -> Rules:

@@ -91,6 +91,10 @@ class Rules:
                 general = row
         return general
 
+    def without(self, *names: str) -> "Rules":
+        """The table with these names left whole."""
+        return self + Rules.of(dict.fromkeys(names), plan="without")
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(row.name for row in self.rows))

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .resolve import Axes, resolve_dimensions, spec_of
-from .rules import Rules
+from .rules import Role, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Sharder:
     mesh: Mesh | None = None
     rules: Rules = Rules()
 
-    def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Constrains an activation to what the rules say for role `compute`."""
+    def __call__(
+        self, x: jax.Array, axes: Axes, *, role: Role = "compute"
+    ) -> jax.Array:
+        """Constrains an activation (or, in another role, a gradient) to the rules."""
         if self._idle:
             return x
-        return jax.lax.with_sharding_constraint(
-            x, self._sharding(x.shape, axes, "compute")
-        )
+        return jax.lax.with_sharding_constraint(x, self._sharding(x.shape, axes, role))
 
     def weight(self, w: jax.Array, axes: Axes, dtype: Any = None) -> jax.Array:
         """A stored parameter, made ready to compute with.
@@ -56,7 +56,9 @@ class Sharder:
     def _idle(self) -> bool:
         return self.mesh is None or self.mesh.size == 1
 
-    def _sharding(self, shape, axes: Axes, role) -> NamedSharding:
+    def _sharding(
+        self, shape: tuple[int, ...], axes: Axes, role: Role
+    ) -> NamedSharding:
         assert self.mesh is not None
         name = f"activation [{', '.join(map(str, axes))}]"
         dims = resolve_dimensions(

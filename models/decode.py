@@ -1,0 +1,76 @@
+"""Generation: one compiled loop over positions with a key-value cache.
+
+Shape letters: B batch, T total length, D width, V vocabulary, N layers, G key-value
+heads, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..sharding import Sharder
+from . import functional
+from .transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompt_BP: jax.Array,
+    num_tokens: int,
+    *,
+    key: jax.Array,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    shard: Sharder,
+) -> jax.Array:
+    """The prompt followed by `num_tokens` sampled tokens, [B, T].
+
+    Temperature 0 takes the likeliest token. The prompt passes through the same loop,
+    one position at a time: simple, and exactly what training computed.
+    """
+    c = model.config
+    num_sequences, prompt_length = prompt_BP.shape
+    total = prompt_length + num_tokens
+    if total > c.max_length:
+        raise ValueError(
+            f"a prompt of {prompt_length} tokens and {num_tokens} new ones make "
+            f"{total}, but the model's max_length is {c.max_length}. Ask for at most "
+            f"{c.max_length - prompt_length} tokens."
+        )
+    params = model.block_params()
+    shape = (c.num_layers, num_sequences, total, c.kv_heads, c.head_width)
+    cache = (jnp.zeros(shape, c.compute_dtype), jnp.zeros(shape, c.compute_dtype))
+    tokens_BT = jnp.pad(prompt_BP, ((0, 0), (0, num_tokens)))
+
+    def layer(x_B1D, inputs):
+        layer_params, layer_cache, position = inputs
+        block = functional.bind(model.make_block, layer_params)
+        return block.decode(x_B1D, layer_cache, position, shard)
+
+    def one(carry, position):
+        tokens_BT, cache, key = carry
+        token_B1 = jax.lax.dynamic_slice_in_dim(tokens_BT, position, 1, axis=1)
+        x_B1D = model.embed(token_B1, jnp.full_like(token_B1, position), shard)
+        positions = jnp.full((c.num_layers,), position)
+        x_B1D, cache = jax.lax.scan(layer, x_B1D, (params, cache, positions))
+        logits_BV = model.head_logits(x_B1D, shard)[:, 0]
+        key, use = jax.random.split(key)
+        new_B = _pick(logits_BV, use, temperature, top_k)
+        known_B = jax.lax.dynamic_index_in_dim(tokens_BT, position + 1, 1, False)
+        next_B = jnp.where(position + 1 < prompt_length, known_B, new_B)
+        tokens_BT = jax.lax.dynamic_update_index_in_dim(
+            tokens_BT, next_B, position + 1, 1
+        )
+        return (tokens_BT, cache, key), None
+
+    positions = jnp.arange(total - 1)
+    (tokens_BT, _, _), _ = jax.lax.scan(one, (tokens_BT, cache, key), positions)
+    return tokens_BT
+
+
+def _pick(logits_BV, key, temperature: float, top_k: int | None) -> jax.Array:
+    if temperature == 0.0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    if top_k is not None:
+        least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    return jax.random.categorical(key, logits_BV / temperature).astype(jnp.int32)

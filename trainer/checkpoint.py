@@ -1,0 +1,96 @@
+"""Checkpoints by orbax: asynchronous, each process writing its own shards.
+
+On disk a checkpoint is the state as a tree of global arrays, stacked blocks as
+[layer, ...], so it does not depend on the mesh that wrote it.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from .state import Layout, State
+
+
+class Checkpoints:
+    """The checkpoints of a run folder. Close it, or lose what is still being written.
+
+    Args:
+      keep: how many of the newest to keep; None keeps all.
+    """
+
+    def __init__(self, folder: Path, *, keep: int | None = 3):
+        # Orbax logs its every move; what a user must know is said by the trainer.
+        logging.getLogger("absl").setLevel(logging.WARNING)
+        self.folder = Path(folder).absolute()
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, create=True, enable_async_checkpointing=True
+            ),
+        )
+
+    def save(self, step: int, state: State) -> None:
+        """Starts a save; a save of this step that exists already is left as it is."""
+        if step in self._manager.all_steps():
+            return
+        saved = self._manager.save(step, args=ocp.args.StandardSave(state._asdict()))
+        if not saved:
+            raise ValueError(f"orbax refused to save step {step} in {self.folder}")
+
+    def restore(self, step: int, layout: Layout, mesh: Any) -> State:
+        """The state of a step, straight into the layout of this mesh."""
+        target = _abstract(layout.abstract._asdict(), layout.shardings(mesh)._asdict())
+        tree = self._manager.restore(step, args=ocp.args.StandardRestore(target))
+        return State(**tree)
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def latest_step(folder: Path) -> int | None:
+    """The newest committed step on disk, or None."""
+    steps = committed_steps(folder)
+    return steps[-1] if steps else None
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Steps that orbax finished writing, judged by the files alone."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    return sorted(
+        int(path.name)
+        for path in folder.iterdir()
+        if path.name.isdigit() and ocp.utils.is_checkpoint_finalized(path)
+    )
+
+
+def restore_params(folder: Path, step: int, params: Any, shardings: Any) -> Any:
+    """The parameters alone, without the optimizer's state.
+
+    Args:
+      params: the parameters as ShapeDtypeStructs.
+    """
+    target = {"params": _abstract(params, shardings)}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.restore(
+            Path(folder).absolute() / str(step) / "default",
+            args=ocp.args.PyTreeRestore(
+                item=target,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                partial_restore=True,
+            ),
+        )
+    return tree["params"]
+
+
+def _abstract(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )

@@ -1,0 +1,105 @@
+"""What happens between steps: recording, evaluation, checkpoints."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .checkpoint import Checkpoints
+from .data import Dataset, Order, Shardings, device_batches
+from .loop import Row
+from .metrics import Writer
+from .progress import Progress
+from .state import State
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Shows and writes the figures of every step, and stops at one not finite."""
+
+    progress: Progress
+    writers: Sequence[Writer]
+    tokens_per_step: float
+
+    def __call__(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        self.progress.update(int(rows[-1]["step"]), rows[-1])
+        rate = self.progress.rate.steps_per_s
+        if rate is not None:
+            rows[-1]["tokens_per_s"] = rate * self.tokens_per_step
+        for writer in self.writers:
+            writer.write("train", rows)
+        for row in rows:
+            if not math.isfinite(row["loss"]):
+                raise FloatingPointError(
+                    f"loss is {row['loss']} at step {int(row['step'])} (gradient norm "
+                    f"{row['grad_norm']:.3g}). No checkpoint of it was written. Lower "
+                    "the learning rate, clip gradients (max_grad_norm), or look at the "
+                    "data of that step."
+                )
+
+
+@dataclasses.dataclass
+class Evaluate:
+    """The mean loss over the first batches of the held-out split, in order."""
+
+    every: int
+    eval_fn: Callable[[Any, Any], dict[str, jax.Array]]
+    dataset: Dataset
+    batch_size: int
+    num_batches: int
+    shardings: Shardings
+    progress: Progress
+    writers: Sequence[Writer]
+
+    def __post_init__(self):
+        available = len(self.dataset) // self.batch_size
+        if not available:
+            raise ValueError(
+                f"the held-out split has {len(self.dataset)} examples, fewer than one "
+                f"batch of {self.batch_size}. Hold out more, make batches smaller, or "
+                "set eval_batches=0 to train without evaluation."
+            )
+        self.num_batches = min(self.num_batches, available)
+        self.last: Row | None = None
+
+    def __call__(self, step: int, state: State) -> None:
+        total: dict[str, jax.Array] | None = None
+        with device_batches(
+            self.dataset,
+            Order(len(self.dataset), shuffle=False),
+            batch_size=self.batch_size,
+            shardings=self.shardings,
+            start=0,
+            stop=self.num_batches,
+        ) as batches:
+            for batch in batches:
+                sums = self.eval_fn(state.params, batch)
+                total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        assert total is not None
+        sums = {name: float(value) for name, value in jax.device_get(total).items()}
+        loss = sums["loss"] / max(sums["weight"], 1.0)
+        row = {"step": step, "loss": loss, **self.dataset.loss_units(loss)}
+        for writer in self.writers:
+            writer.write("eval", [row])
+        units = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k != "step")
+        self.progress.message(f"step {step}  held-out {units}")
+        self.progress.rate.restart()
+        self.last = row
+
+
+@dataclasses.dataclass
+class Save:
+    """Starts a checkpoint; the recorder has already refused a loss not finite."""
+
+    every: int
+    checkpoints: Checkpoints
+    progress: Progress
+
+    def __call__(self, step: int, state: State) -> None:
+        self.checkpoints.save(step, state)
+        self.progress.rate.restart()

@@ -1,0 +1,65 @@
+"""The loop: dispatch steps, fetch figures late, call hooks when they are due."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import jax
+
+from .state import State
+
+Row = dict[str, float]
+StepFn = Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
+
+
+class Hook(Protocol):
+    """Something done between steps: evaluate, checkpoint, profile."""
+
+    every: int  # steps; 0 means at the end only
+
+    def __call__(self, step: int, state: State) -> None: ...
+
+
+def run(
+    step_fn: StepFn,
+    state: State,
+    batches: Iterator[Any],
+    *,
+    start: int,
+    num_steps: int,
+    record: Callable[[list[Row]], None],
+    record_every: int = 10,
+    hooks: Iterable[Hook] = (),
+) -> State:
+    """Runs steps start+1 .. num_steps; hooks see the step count just reached.
+
+    The host runs ahead of the devices. Every `record_every` steps it fetches the
+    figures of the steps that are surely done, that is all but the newest; it waits for
+    the newest only before a hook, and at the end. `record` sees each step once, in
+    order, and may raise to end the run.
+    """
+    hooks = tuple(hooks)
+    pending: list[tuple[int, dict[str, jax.Array]]] = []
+    for step in range(start + 1, num_steps + 1):
+        state, metrics = step_fn(state, next(batches))
+        pending.append((step, metrics))
+        last = step == num_steps
+        due = [h for h in hooks if last or (h.every and step % h.every == 0)]
+        if due:
+            record(_fetch(pending))
+            pending = []
+            for hook in due:
+                hook(step, state)
+        elif step % record_every == 0 and len(pending) > 1:
+            record(_fetch(pending[:-1]))
+            pending = pending[-1:]
+    if pending:
+        record(_fetch(pending))
+    return state
+
+
+def _fetch(pending: list[tuple[int, dict[str, jax.Array]]]) -> list[Row]:
+    values = jax.device_get([metrics for _, metrics in pending])
+    return [
+        {"step": step} | {name: float(value) for name, value in row.items()}
+        for (step, _), row in zip(pending, values, strict=True)
+    ]

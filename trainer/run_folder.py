@@ -1,0 +1,126 @@
+"""The folder of a run: who holds it, which config it was started with, its files."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .config_tree import Change, diff, format_diff
+from .metrics import replace_text
+
+CONFIG_JSON, CONFIG_GIN = "config.json", "config.gin"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class RunFolder:
+    """A run folder. Only the writer, one process of a job, creates or changes it."""
+
+    def __init__(self, path: Path, *, is_writer: bool = True):
+        self.path = Path(path)
+        self.is_writer = is_writer
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def previous_values(self) -> dict[str, Any] | None:
+        """The flat config the folder was started with; None for a new folder."""
+        file = self.path / CONFIG_JSON
+        if not file.exists():
+            return None
+        values = json.loads(file.read_text())["values"]
+        return {path: entry["value"] for path, entry in values.items()}
+
+    def check(
+        self, values: Mapping[str, Any], *, free: tuple[str, ...], insist: bool
+    ) -> list[Change]:
+        """Compares with the config the folder was started with; touches nothing.
+
+        Returns the differences, if all of them are in fields that are `free` to differ
+        (they change how, not what is computed); with `insist`, any differences.
+        """
+        previous = self.previous_values()
+        if previous is None:
+            return []
+        changes = diff(previous, dict(values))
+        hard = [change for change in changes if change.path.split(".")[0] not in free]
+        if hard and not insist:
+            raise ValueError(
+                f"{self.path} was started with another config ({len(hard)} values "
+                f"differ). Choose another --workdir, or pass --insist to continue it "
+                f"with the new values:\n{format_diff(hard)}"
+            )
+        return changes
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Creates the folder and holds it; a second run in it gets an error.
+
+        Of a job of several processes, the first holds it and writes its files.
+        """
+        if not self.is_writer:
+            yield
+            return
+        lock = self._take_lock()
+        try:
+            yield
+        finally:
+            os.close(lock)  # closing releases the lock
+
+    def _take_lock(self) -> int:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(
+                f"run folder {self.path} cannot be written: {error.strerror}. Choose "
+                "another --workdir, or mend its permissions."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 100).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise ValueError(
+                f"run folder {self.path} is in use by another process ({holder}). Wait "
+                "for it, end it, or choose another --workdir."
+            ) from None
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
+        return lock
+
+    def write_config(self, document: Mapping[str, Any], text: str) -> None:
+        self.write_json(CONFIG_JSON, document)
+        self.write_text(CONFIG_GIN, text)
+
+    def write_json(self, name: str, document: Any) -> None:
+        self.write_text(name, json.dumps(document, indent=1) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        if self.is_writer:
+            replace_text(self.path / name, text)
+
+
+def environment(mesh_sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What the run runs on, for the report and for whoever asks later."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "command": " ".join(["meshloom", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        **{name: metadata.version(name) for name in (*PACKAGES, "meshloom")},
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "num_devices": jax.device_count(),
+        "num_processes": jax.process_count(),
+        "mesh": ", ".join(f"{k}={v}" for k, v in mesh_sizes.items() if v > 1) or "1",
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }

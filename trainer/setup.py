@@ -1,0 +1,117 @@
+"""What a config means on a mesh: everything checked before a folder is touched."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..sharding import Rules, Sharder, parse_plan
+from ..sharding.resolve import resolve_dimensions, spec_of
+from . import step as step_lib
+from .data import Dataset
+from .state import Layout, State, plan_layout
+
+if TYPE_CHECKING:
+    from .train import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A config with its mesh, layout, data and jitted steps."""
+
+    config: "Config"
+    mesh: Mesh
+    rules: Rules
+    layout: Layout
+    train_data: Dataset
+    eval_data: Dataset | None
+    batch: dict[str, jax.ShapeDtypeStruct]
+    step_fn: Any  # jitted: (state, batch) -> (state, metrics)
+    eval_fn: Any  # jitted: (params, batch) -> sums
+
+    @property
+    def batch_shardings(self) -> dict[str, NamedSharding]:
+        return {name: x.sharding for name, x in self.batch.items()}  # type: ignore
+
+    @property
+    def abstract_state(self) -> State:
+        """The state as shapes with shardings, to compile for."""
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self.layout.abstract,
+            self.layout.shardings(self.mesh),
+        )
+
+    @property
+    def matmul_dtype(self) -> str:
+        """The type the model computes in, to compare with the device's peak."""
+        return getattr(self.config.model, "compute_dtype", "float32")
+
+    def compile(self) -> Any:
+        """The train step, compiled for exactly these shapes and shardings."""
+        return self.step_fn.lower(self.abstract_state, self.batch).compile()
+
+
+def prepare(config: "Config", devices: Any = None) -> Setup:
+    """Checks the whole config against devices and data; every error is raised here."""
+    mesh = config.mesh.make(devices)
+    rules = parse_plan(config.plan)
+    learning_rate = config.schedule.make(config.num_steps)
+    tx = config.optimizer.make(learning_rate, config.model.axes())
+    layout = plan_layout(config.model, tx, rules, mesh)
+    shard = Sharder(mesh, rules)
+    train_data = config.data.open("train")
+    eval_data = config.data.open("eval") if config.eval_batches else None
+    batch = _abstract_batch(config, train_data, rules, mesh)
+    shardings = layout.shardings(mesh)
+    batch_shardings = {name: x.sharding for name, x in batch.items()}
+    whole = NamedSharding(mesh, P())
+    step_fn = jax.jit(
+        functools.partial(
+            step_lib.train_step,
+            model=config.model,
+            tx=tx,
+            learning_rate=learning_rate,
+            shard=shard,
+            num_microbatches=config.num_microbatches,
+            max_grad_norm=config.max_grad_norm,
+        ),
+        in_shardings=(shardings, batch_shardings),
+        out_shardings=(shardings, whole),
+        donate_argnums=0,
+    )
+    eval_fn = jax.jit(
+        functools.partial(step_lib.eval_step, model=config.model, shard=shard),
+        in_shardings=(shardings.params, batch_shardings),
+        out_shardings=whole,
+    )
+    setup = Setup(
+        config, mesh, rules, layout, train_data, eval_data, batch, step_fn, eval_fn
+    )
+    jax.eval_shape(step_fn, setup.abstract_state, setup.batch)
+    return setup
+
+
+def _abstract_batch(
+    config: "Config", data: Dataset, rules: Rules, mesh: Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The batch as shapes with shardings, from one example of the data."""
+    axes = config.model.batch_axes()
+    batch = {}
+    for name, x in data[0].items():
+        if name not in axes:
+            raise ValueError(
+                f"the data gives an array {name!r}, which the model does not take; it "
+                f"takes {', '.join(axes)}"
+            )
+        shape = (config.batch_size, *x.shape)
+        dimensions = resolve_dimensions(
+            axes[name], shape, rules, mesh, name=f"batch/{name}", role="compute"
+        )
+        sharding = NamedSharding(mesh, spec_of(dimensions))
+        batch[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+    config.model.check_batch(batch, data.describe())
+    return batch

@@ -1,0 +1,99 @@
+"""The training state and its layout: resolved first, then born cut."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..sharding import Resolved, Rules, Sharder, axes_for_state, resolve
+
+
+class State(NamedTuple):
+    step: jax.Array  # int32 scalar, the number of updates done
+    params: Any
+    opt_state: Any
+
+
+class Model(Protocol):
+    """What the trainer asks of a model, whatever its family."""
+
+    def init(self, key: jax.Array) -> Any:
+        """Parameters as a tree of arrays. Pure."""
+        ...
+
+    def axes(self) -> Any:
+        """A tuple of logical names for each parameter, in the parameters' form."""
+        ...
+
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical names for each array a batch may hold."""
+        ...
+
+    def check_batch(self, batch: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Raises ValueError for data that the model cannot take.
+
+        Args:
+          batch: shapes and types of a batch.
+          facts: what the dataset says of itself, for instance its vocab_size.
+        """
+        ...
+
+    def loss(self, params: Any, batch: dict[str, jax.Array], shard: Sharder) -> Any:
+        """(sum, weight, {name: other sum of the same weight}), all scalars."""
+        ...
+
+    def model_flops(self, batch: dict[str, Any]) -> float:
+        """FLOPs of one update on a batch of these shapes, none counted twice."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How parameters and optimizer state are cut: shapes only, no device needed."""
+
+    params: Resolved
+    opt_state: Resolved
+    abstract: State
+    init: Callable[[jax.Array], State]
+
+    def shardings(self, mesh: Mesh) -> State:
+        return State(
+            NamedSharding(mesh, P()),
+            self.params.shardings(mesh),
+            self.opt_state.shardings(mesh),
+        )
+
+    def create(self, key: jax.Array, mesh: Mesh) -> State:
+        """A new state. No array is ever whole on one device unless planned so."""
+        return jax.jit(self.init, out_shardings=self.shardings(mesh))(key)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return self.params.bytes_per_device + self.opt_state.bytes_per_device
+
+
+def plan_layout(
+    model: Model,
+    tx: optax.GradientTransformation,
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+) -> Layout:
+    """Resolves the whole state by shapes alone."""
+
+    def init(key):
+        params = model.init(key)
+        return State(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    axes = model.axes()
+    params = resolve(abstract.params, rules, mesh, axes=axes)
+    opt_axes = axes_for_state(abstract.opt_state, abstract.params, axes)
+    opt_state = resolve(
+        abstract.opt_state, rules, mesh, axes=opt_axes, role="optimizer"
+    )
+    return Layout(params, opt_state, abstract, init)

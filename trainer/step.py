@@ -1,0 +1,97 @@
+"""The train step and the evaluation step: pure, and jitted elsewhere."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..sharding import Sharder
+from .state import Model, State
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+def train_step(
+    state: State,
+    batch: Batch,
+    *,
+    model: Model,
+    tx: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    shard: Sharder,
+    num_microbatches: int = 1,
+    max_grad_norm: float | None = None,
+) -> tuple[State, Metrics]:
+    """One update. The loss is a sum over a weight, so any split gives one mean."""
+    sums, grads = gradients(state.params, batch, model, shard, num_microbatches)
+    weight = jnp.maximum(sums["weight"], 1.0)
+    grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+    norm = optax.tree_utils.tree_norm(grads)
+    if max_grad_norm is not None:
+        scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = _means(sums) | {
+        "grad_norm": norm,
+        "learning_rate": jnp.asarray(learning_rate(state.step), jnp.float32),
+    }
+    return State(state.step + 1, params, opt_state), metrics
+
+
+def eval_step(params: Any, batch: Batch, *, model: Model, shard: Sharder) -> Metrics:
+    """Sums over a batch, to be added over batches before they are divided."""
+    return _sums(model.loss(params, batch, shard))
+
+
+def gradients(
+    params: Any, batch: Batch, model: Model, shard: Sharder, num_microbatches: int
+) -> tuple[Metrics, Any]:
+    """Sums and their gradients, over microbatches one after the other."""
+
+    def loss(params, batch):
+        result = model.loss(params, batch, shard)
+        return result[0], _sums(result)
+
+    grad = jax.grad(loss, has_aux=True)
+    if num_microbatches == 1:
+        grads, sums = grad(params, batch)
+        return sums, grads
+
+    def add(carry, microbatch):
+        return jax.tree.map(jnp.add, carry, grad(params, microbatch)), None
+
+    microbatches = _split(batch, model, shard, num_microbatches)
+    first = jax.tree.map(lambda x: x[0], microbatches)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, params, first)
+    )
+    (grads, sums), _ = jax.lax.scan(add, zeros, microbatches)
+    return sums, grads
+
+
+def _split(batch: Batch, model: Model, shard: Sharder, num: int) -> Batch:
+    """[B, ...] as [num, B / num, ...], each device keeping the rows it has.
+
+    Microbatch m takes rows m, m + num, ...: contiguous rows would move between devices,
+    since each device holds a contiguous part of the batch.
+    """
+    axes = model.batch_axes()
+
+    def one(name, x):
+        x = x.reshape(x.shape[0] // num, num, *x.shape[1:])
+        return shard(x.swapaxes(0, 1), (None, *axes[name]))
+
+    return {name: one(name, x) for name, x in batch.items()}
+
+
+def _sums(result) -> Metrics:
+    total, weight, others = result
+    return {"loss": total, "weight": weight, **others}
+
+
+def _means(sums: Metrics) -> Metrics:
+    weight = jnp.maximum(sums["weight"], 1.0)
+    return {k: v / weight for k, v in sums.items() if k != "weight"}

@@ -1,0 +1,269 @@
+"""Training, from a config to a trained state, in the order things come to exist."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from ..sharding import MeshSpec, parse_plan
+from ..sharding.tree import human_bytes
+from . import config_tree, loop, metrics, sampling
+from .checkpoint import Checkpoints, latest_step
+from .data import Order, Source, device_batches
+from .hooks import Evaluate, Recorder, Save
+from .optimizers import Optimizer
+from .peaks import total_peak
+from .progress import Progress
+from .report import write_report
+from .run_folder import RunFolder, environment
+from .schedules import Schedule
+from .setup import Setup, prepare
+from .state import Model, State
+
+# Fields that change how a run is computed, saved or shown, and not what it computes:
+# a run folder may be continued with other values of these.
+FREE_FIELDS = (
+    "mesh",
+    "plan",
+    "num_microbatches",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "save_every",
+    "keep_checkpoints",
+    "writers",
+    "sample_prompt",
+    "sample_tokens",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines a run.
+
+    Attributes:
+      batch_size: examples of one update, over all devices and microbatches.
+      plan: sharding plans joined with +, see meshloom.sharding.plans.
+      num_microbatches: parts of the batch computed one after the other.
+      max_grad_norm: gradients are scaled down to this global norm; None does not clip.
+      eval_batches: batches of the held-out split in each evaluation; 0 for none.
+      save_every: steps between checkpoints; the last step is always saved.
+      keep_checkpoints: how many of the newest are kept; None keeps all.
+      writers: any of "tensorboard", "wandb", beside metrics.jsonl.
+      sample_prompt: text to continue after training, where the model can generate.
+    """
+
+    model: Model
+    data: Source
+    optimizer: Optimizer
+    schedule: Schedule
+    batch_size: int
+    num_steps: int
+    mesh: MeshSpec = MeshSpec(data=-1)
+    plan: str = "data+fsdp+tensor"
+    num_microbatches: int = 1
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 16
+    save_every: int = 100
+    keep_checkpoints: int | None = 3
+    writers: tuple[str, ...] = ()
+    sample_prompt: str | None = None
+    sample_tokens: int = 256
+
+    def __post_init__(self):
+        for name in ("batch_size", "num_steps", "num_microbatches", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.batch_size % self.num_microbatches:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not divided by num_microbatches "
+                f"{self.num_microbatches}"
+            )
+        parse_plan(self.plan)
+        if unknown := set(self.writers) - {"tensorboard", "wandb"}:
+            raise ValueError(
+                f"writers: {sorted(unknown)[0]!r} is unknown; there are 'tensorboard' "
+                "and 'wandb'"
+            )
+
+
+def train(
+    config: Config,
+    *,
+    workdir: Path,
+    origins: Mapping[str, str] | None = None,
+    config_text: str = "",
+    insist: bool = False,
+    console: Console | None = None,
+    hooks: Iterable[loop.Hook] = (),
+) -> State:
+    """Trains to config.num_steps in `workdir`, from its newest checkpoint if any.
+
+    Args:
+      origins, config_text: where the config's values came from, for the run folder.
+      insist: continue a folder that was started with another config.
+      hooks: called beside the built-in ones.
+    """
+    console = console or Console(quiet=jax.process_index() != 0, highlight=False)
+    setup = prepare(config)
+    folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
+    changes = folder.check(config_tree.flatten(config), free=FREE_FIELDS, insist=insist)
+    with folder.claim():
+        folder.write_config(config_tree.to_json(config, origins or {}), config_text)
+        folder.write_json("environment.json", environment(setup.layout.params.mesh))
+        folder.write_json("sharding.json", setup.layout.params.to_json())
+        _announce(setup, folder, changes, console)
+        start = latest_step(folder.checkpoints) or 0
+        checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
+        try:
+            if start:
+                state = checkpoints.restore(start, setup.layout, setup.mesh)
+            else:
+                state = setup.layout.create(jax.random.key(config.seed), setup.mesh)
+            if start >= config.num_steps:
+                console.print(f"This run is complete at step {start}.")
+            else:
+                state = _run(setup, folder, checkpoints, state, start, console, hooks)
+        finally:
+            checkpoints.close()
+        _show(setup, folder, state, console)
+        return state
+
+
+def _run(
+    setup: Setup,
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    state: State,
+    start: int,
+    console: Console,
+    hooks: Iterable[loop.Hook],
+) -> State:
+    """The steps from `start` on, with everything that accompanies them."""
+    config = setup.config
+    console.print("Compiling the train step ...")
+    step_fn = setup.compile()
+    tokens_per_step = setup.train_data.tokens_per_example * config.batch_size
+    writers = _writers(config, folder, start)
+    progress = Progress(
+        config.num_steps,
+        start,
+        tokens_per_step,
+        config.model.model_flops(setup.batch),
+        total_peak(setup.mesh.devices.flatten(), setup.matmul_dtype),
+        console,
+        enabled=jax.process_index() == 0,
+    )
+    built_in = [Save(config.save_every, checkpoints, progress)]
+    if setup.eval_data is not None:
+        built_in.append(
+            Evaluate(
+                config.eval_every,
+                setup.eval_fn,
+                setup.eval_data,
+                config.batch_size,
+                config.eval_batches,
+                setup.batch_shardings,
+                progress,
+                writers,
+            )
+        )
+    batches = device_batches(
+        setup.train_data,
+        Order(len(setup.train_data), config.seed),
+        batch_size=config.batch_size,
+        shardings=setup.batch_shardings,
+        start=start,
+        stop=config.num_steps,
+    )
+    try:
+        with progress, batches:
+            return loop.run(
+                step_fn,
+                state,
+                batches,
+                start=start,
+                num_steps=config.num_steps,
+                record=Recorder(progress, writers, tokens_per_step),
+                record_every=config.log_every,
+                hooks=[*built_in, *hooks],
+            )
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def _writers(config: Config, folder: RunFolder, start: int) -> Sequence[metrics.Writer]:
+    """Writers of the main process; other processes write no figures."""
+    if jax.process_index() != 0:
+        return []
+    files = metrics.FileWriter(folder.path)
+    files.truncate_after(start)
+    writers: list[metrics.Writer] = [files]
+    if "tensorboard" in config.writers:
+        writers.append(metrics.TensorBoardWriter(folder.path / "tensorboard", start))
+    if "wandb" in config.writers:
+        writers.append(metrics.WandbWriter(folder.path, "meshloom", folder.path.name))
+    return writers
+
+
+def _announce(
+    setup: Setup,
+    folder: RunFolder,
+    changes: Sequence[config_tree.Change],
+    console: Console,
+) -> None:
+    """Says what runs where, before anything slow begins."""
+    device = setup.mesh.devices.flatten()[0]
+    params = setup.layout.params
+    count = sum(x.size for x in jax.tree.leaves(setup.layout.abstract.params))
+    if device.platform == "cpu":
+        console.print("No accelerator found or asked for: training on the CPU.")
+    console.print(
+        f"Run folder {folder.path}, mesh {setup.config.mesh} on {setup.mesh.size} "
+        f"{device.device_kind} device(s), {jax.process_count()} process(es), plan "
+        f"{setup.config.plan}."
+    )
+    console.print(
+        f"{count:,} parameters; parameters and optimizer state take "
+        f"{human_bytes(setup.layout.bytes_per_device)} a device."
+    )
+    if whole := sum(a.bytes for a in params.replicated()):
+        console.print(
+            f"{human_bytes(whole)} of parameters are whole on every device "
+            "(meshloom explain lists them)."
+        )
+    console.print(f"Data: {_words(setup.train_data.describe())}.")
+    if changes:
+        text = config_tree.format_diff(changes)
+        console.print(f"Continued with other settings than before:\n{text}")
+
+
+def _words(facts: Mapping[str, object]) -> str:
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in facts.items()
+        if name != "digest"
+    )
+
+
+def _show(setup: Setup, folder: RunFolder, state: State, console: Console) -> None:
+    """The end of a run: a sample where the model can write one, and the report."""
+    config = setup.config
+    if config.sample_prompt is not None:
+        text = sampling.sample(
+            setup, state.params, config.sample_prompt, config.sample_tokens
+        )
+        folder.write_text("sample.txt", text)
+        console.rule("sample")
+        console.print(text, markup=False)
+        console.rule()
+    if jax.process_index() == 0:
+        report = write_report(folder.path)
+        console.print(f"Checkpoints: {folder.checkpoints}")
+        console.print(f"Report: {report}")
