@@ -1,0 +1,132 @@
+"""The numbers behind a chart: smoothing, thinning out, and round axis marks."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+MAX_POINTS = 1500
+
+
+def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Returns the centred mean of the finite values; NaN where the value is not.
+
+    At the beginning, where a loss falls fast, the window shrinks on both sides, so
+    that the curve has no lag; at the end it is cut off.
+    """
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    index = np.arange(len(values))
+    half = np.minimum(window // 2, index)
+    low, high = index - half, np.minimum(index + half + 1, len(values))
+    means = (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)
+    return np.where(finite, means, np.nan)
+
+
+def downsample(
+    steps: np.ndarray, values: np.ndarray, max_points: int = MAX_POINTS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most `max_points` points, with the extremes of every stretch.
+
+    A stretch with a value that is not finite keeps one of them, as a gap.
+    """
+    if len(steps) <= max_points:
+        return steps, values
+    # At most three points of a stretch are kept, and the two ends.
+    edges = np.linspace(0, len(steps), (max_points - 2) // 3 + 1).astype(int)
+    kept = {0, len(steps) - 1}
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        part = values[low:high]
+        finite = np.flatnonzero(np.isfinite(part))
+        if len(finite):
+            kept.add(low + int(finite[np.argmin(part[finite])]))
+            kept.add(low + int(finite[np.argmax(part[finite])]))
+        if len(finite) < len(part):
+            kept.add(low + int(np.argmin(np.isfinite(part))))
+    index = np.array(sorted(kept))
+    return steps[index], values[index]
+
+
+def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Returns about `count` round numbers (1, 2 or 5 of a power of ten) in range."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    distance = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)
+    return [round(i * distance, 12) for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Returns round numbers between two positive ones, about equally far in ratio."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [d * 10.0**e for e in decades for d in digits]
+        ticks = [t for t in ticks if low * 0.999 <= t <= high * 1.001]
+        if len(ticks) <= 7:
+            break
+    if len(ticks) < 2:
+        return [t for t in linear_ticks(low, high) if t > 0]
+    return ticks[:: math.ceil(len(ticks) / 7)]
+
+
+def short_number(value: float, digits: int = 4) -> str:
+    """Returns a number for an axis or a table: 1.5 k, 2 M, 0.25, 3e-4."""
+    if not math.isfinite(value):
+        return "not finite"
+    size = abs(value)
+    if size == 0:
+        return "0"
+    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= scale:
+            return f"{value / scale:.{digits}g} {unit}"
+    if size < 1e-3:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.{digits}g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """Maps values to places on the height of a chart."""
+
+    low: float
+    high: float
+    ticks: list[float]
+    log: bool = False
+
+    def part(self, value: float) -> float:
+        """Returns 0 at the top and 1 at the bottom; NaN where there is no place."""
+        if not self.log:
+            return 1 - (value - self.low) / (self.high - self.low)
+        if not value > 0:
+            return math.nan
+        return 1 - math.log(value / self.low) / math.log(self.high / self.low)
+
+
+def value_axis(
+    values: np.ndarray, *, from_zero: bool = False, log: bool = False
+) -> Axis:
+    """Returns an axis that holds all finite values with a little room.
+
+    A logarithmic one holds the positive values, and there must be some.
+    """
+    values = values[np.isfinite(values)]
+    if log:
+        values = values[values > 0]
+        low, high = float(values.min()), float(values.max())
+        room = max((high / low) ** 0.04, 1.01)
+        low, high = low / room, high * room
+        return Axis(low, high, log_ticks(low, high), log=True)
+    if len(values) == 0:
+        return Axis(0.0, 1.0, [0.0, 1.0])
+    low, high = float(values.min()), float(values.max())
+    if from_zero:
+        low = min(low, 0.0)
+    room = (high - low) * 0.04 or abs(high) * 0.05 or 1.0
+    high += room
+    if not from_zero or low < 0:
+        low -= room
+    return Axis(low, high, linear_ticks(low, high))

@@ -1,0 +1,59 @@
+"""Tables and small pieces of HTML that the sections of a report are made of."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+
+def section(title: str, html: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{html}</section>"
+
+
+def absent(text: str) -> str:
+    """Returns a line for what a run folder does not hold."""
+    return f'<p class="absent">{escape(text)}</p>'
+
+
+def code(text: str | None) -> str:
+    return f"<code>{escape(text)}</code>" if text else ""
+
+
+def plain_text(value: Any) -> str:
+    """Returns a JSON value as short text, not escaped."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(v, (str, int)) for v in value):
+        return ", ".join(map(str, value))
+    return json.dumps(value, ensure_ascii=False)
+
+
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: Sequence[int] = (),
+    marked: Sequence[bool] = (),
+) -> str:
+    """Returns an HTML table; cells are HTML, headings are text.
+
+    Args:
+      numbers: columns to align on the right.
+      marked: for each row whether it stands out; empty for none.
+    """
+    kinds = [' class="number"' if i in numbers else "" for i in range(len(headings))]
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(heading)}</th>'
+        for kind, heading in zip(kinds, headings, strict=True)
+    )
+    lines = []
+    for number, (first, *rest) in enumerate(rows):
+        cells = "".join(
+            f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds[1:], rest, strict=True)
+        )
+        mark = ' class="changed"' if marked and marked[number] else ""
+        lines.append(f'<tr{mark}><th scope="row">{first}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
