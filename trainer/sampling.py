@@ -1,19 +1,22 @@
 """Text from a trained model, for models that can generate and data that can decode."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..sharding import Sharder
-from .setup import Setup
+from ..sharding import Sharder, parse_plan
+
+if TYPE_CHECKING:
+    from .train import Config
 
 
 def sample(
-    setup: Setup,
+    config: "Config",
+    mesh: Mesh,
     params: Any,
     prompt: str,
     num_tokens: int,
@@ -23,11 +26,11 @@ def sample(
     seed: int = 0,
 ) -> str:
     """The prompt and its continuation. All processes of a job must call it."""
-    model = setup.config.model
-    tokenizer = setup.config.data.tokenizer()
+    model = config.model
+    tokenizer = config.data.tokenizer()
     if tokenizer is None or not hasattr(model, "generate"):
         raise ValueError(
-            f"{type(model).__qualname__} with data {type(setup.config.data).__name__} "
+            f"{type(model).__qualname__} with data {type(config.data).__name__} "
             "cannot write text: the model needs a `generate` method and the data a "
             "tokenizer. Leave sample_prompt unset."
         )
@@ -35,8 +38,8 @@ def sample(
     if len(ids) == 0:
         raise ValueError("the prompt is empty; give at least one character")
     # One row of batch cannot be cut: only the cuts of the weights stay.
-    shard = Sharder(setup.mesh, setup.rules.without("batch", "lookup_batch"))
-    whole = NamedSharding(setup.mesh, P())
+    shard = Sharder(mesh, parse_plan(config.plan).without("batch", "lookup_batch"))
+    whole = NamedSharding(mesh, P())
     generate = jax.jit(
         functools.partial(
             model.generate,  # type: ignore

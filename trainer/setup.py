@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..sharding import Rules, Sharder, parse_plan
 from ..sharding.resolve import resolve_dimensions, spec_of
+from ..sharding.tree import human_bytes
 from . import step as step_lib
 from .data import Dataset
 from .state import Layout, State, plan_layout
@@ -49,6 +51,28 @@ class Setup:
     def matmul_dtype(self) -> str:
         """The type the model computes in, to compare with the device's peak."""
         return getattr(self.config.model, "compute_dtype", "float32")
+
+    def describe(self) -> list[str]:
+        """What runs where, in a few lines, before anything slow begins."""
+        device = self.mesh.devices.flatten()[0]
+        params = self.layout.params
+        count = sum(x.size for x in jax.tree.leaves(self.layout.abstract.params))
+        sizes = ", ".join(f"{k}={v}" for k, v in params.mesh.items() if v > 1)
+        lines = [
+            f"{self.mesh.size} {device.device_kind} device(s) in {jax.process_count()} "
+            f"process(es), mesh {sizes or 'of one device'}, plan {self.config.plan}",
+            f"{count:,} parameters; with optimizer state "
+            f"{human_bytes(self.layout.bytes_per_device)} a device",
+            f"Data: {_words(self.train_data.describe())}",
+        ]
+        if device.platform == "cpu":
+            lines.insert(0, "No accelerator found or asked for: training on the CPU")
+        if whole := sum(a.bytes for a in params.replicated()):
+            lines.append(
+                f"{human_bytes(whole)} of parameters are whole on every device "
+                "(meshloom explain lists them)"
+            )
+        return lines
 
     def compile(self) -> Any:
         """The train step, compiled for exactly these shapes and shardings."""
@@ -115,3 +139,11 @@ def _abstract_batch(
         batch[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
     config.model.check_batch(batch, data.describe())
     return batch
+
+
+def _words(facts: Mapping[str, object]) -> str:
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in facts.items()
+        if name != "digest"
+    )

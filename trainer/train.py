@@ -8,7 +8,6 @@ import jax
 from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
-from ..sharding.tree import human_bytes
 from . import config_tree, loop, metrics, sampling
 from .checkpoint import Checkpoints, latest_step
 from .data import Order, Source, device_batches
@@ -109,7 +108,8 @@ def train(
       insist: continue a folder that was started with another config.
       hooks: called beside the built-in ones.
     """
-    console = console or Console(quiet=jax.process_index() != 0, highlight=False)
+    quiet = jax.process_index() != 0
+    console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
     setup = prepare(config)
     folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
     changes = folder.check(config_tree.flatten(config), free=FREE_FIELDS, insist=insist)
@@ -117,7 +117,12 @@ def train(
         folder.write_config(config_tree.to_json(config, origins or {}), config_text)
         folder.write_json("environment.json", environment(setup.layout.params.mesh))
         folder.write_json("sharding.json", setup.layout.params.to_json())
-        _announce(setup, folder, changes, console)
+        console.print(f"Run folder {folder.path}")
+        for line in setup.describe():
+            console.print(line, markup=False)
+        if changes:
+            text = config_tree.format_diff(changes)
+            console.print(f"Continued with other settings:\n{text}", markup=False)
         start = latest_step(folder.checkpoints) or 0
         checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
         try:
@@ -212,52 +217,16 @@ def _writers(config: Config, folder: RunFolder, start: int) -> Sequence[metrics.
     return writers
 
 
-def _announce(
-    setup: Setup,
-    folder: RunFolder,
-    changes: Sequence[config_tree.Change],
-    console: Console,
-) -> None:
-    """Says what runs where, before anything slow begins."""
-    device = setup.mesh.devices.flatten()[0]
-    params = setup.layout.params
-    count = sum(x.size for x in jax.tree.leaves(setup.layout.abstract.params))
-    if device.platform == "cpu":
-        console.print("No accelerator found or asked for: training on the CPU.")
-    console.print(
-        f"Run folder {folder.path}, mesh {setup.config.mesh} on {setup.mesh.size} "
-        f"{device.device_kind} device(s), {jax.process_count()} process(es), plan "
-        f"{setup.config.plan}."
-    )
-    console.print(
-        f"{count:,} parameters; parameters and optimizer state take "
-        f"{human_bytes(setup.layout.bytes_per_device)} a device."
-    )
-    if whole := sum(a.bytes for a in params.replicated()):
-        console.print(
-            f"{human_bytes(whole)} of parameters are whole on every device "
-            "(meshloom explain lists them)."
-        )
-    console.print(f"Data: {_words(setup.train_data.describe())}.")
-    if changes:
-        text = config_tree.format_diff(changes)
-        console.print(f"Continued with other settings than before:\n{text}")
-
-
-def _words(facts: Mapping[str, object]) -> str:
-    return ", ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
-        for name, value in facts.items()
-        if name != "digest"
-    )
-
-
 def _show(setup: Setup, folder: RunFolder, state: State, console: Console) -> None:
     """The end of a run: a sample where the model can write one, and the report."""
     config = setup.config
     if config.sample_prompt is not None:
         text = sampling.sample(
-            setup, state.params, config.sample_prompt, config.sample_tokens
+            config,
+            setup.mesh,
+            state.params,
+            config.sample_prompt,
+            config.sample_tokens,
         )
         folder.write_text("sample.txt", text)
         console.rule("sample")

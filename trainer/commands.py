@@ -1,0 +1,179 @@
+"""What the subcommands of `meshloom` do, once jax is worth importing."""
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from . import config_files, config_tree
+
+DEFAULT_CONFIG = "default"
+
+
+def train(args: Namespace) -> None:
+    from . import distributed
+
+    if args.cpu_devices is not None:
+        _use_cpu(args.cpu_devices)
+    distributed.initialize()
+    loaded = _load(args)
+    if args.steps is not None:
+        loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+    workdir = args.workdir or Path("runs") / Path(_names(args)[-1]).stem
+    _use_compilation_cache()
+    if args.dry_run:
+        _dry_run(loaded.config)
+        return
+    from . import train as train_lib
+
+    train_lib.train(
+        loaded.config,
+        workdir=workdir,
+        origins=loaded.origins,
+        config_text=loaded.text,
+        insist=args.insist,
+    )
+
+
+def explain(args: Namespace) -> None:
+    from ..sharding import MeshSpec, diff, lint
+
+    loaded = _load(args)
+    layout, rules = _plan(loaded.config, loaded.config.mesh)
+    if args.json:
+        print(json.dumps(layout.params.to_json(), indent=1))
+        return
+    if args.against:
+        other, _ = _plan(loaded.config, MeshSpec.parse(args.against))
+        print("\n".join(diff(other.params, layout.params)) or "No difference.")
+        return
+    print(layout.params)
+    print()
+    print(layout.params.summary())
+    from ..sharding.tree import human_bytes
+
+    print(
+        f"optimizer state: {human_bytes(layout.opt_state.bytes)}, "
+        f"{human_bytes(layout.opt_state.bytes_per_device)} a device"
+    )
+    for note in lint(rules, layout.params.used | layout.opt_state.used):
+        if not note.startswith("never used"):  # activations are not listed here
+            print(f"note: {note}")
+
+
+def config_show(args: Namespace) -> None:
+    loaded = _load(args)
+    print(config_tree.show(loaded.config, loaded.origins))
+
+
+def config_diff(args: Namespace) -> None:
+    from .train import Config
+
+    a, b = (config_files.flat_values(x, root=Config) for x in (args.a, args.b))
+    print(config_tree.format_diff(config_tree.diff(a, b)) or "No difference.")
+
+
+def generate(args: Namespace) -> None:
+    import jax
+
+    from ..sharding import MeshSpec
+    from . import checkpoint, run_folder, sampling
+    from .train import Config
+
+    folder = run_folder.RunFolder(args.run_folder)
+    text = folder.path / run_folder.CONFIG_GIN
+    steps = checkpoint.committed_steps(folder.checkpoints)
+    if not text.exists() or not steps:
+        raise ValueError(
+            f"{folder.path} holds no trained model: expected {run_folder.CONFIG_GIN} "
+            "and a checkpoint. Name the folder of a run that has saved one."
+        )
+    step = steps[-1] if args.step is None else args.step
+    if step not in steps:
+        raise ValueError(
+            f"{folder.path} has no checkpoint of step {step}; it has "
+            f"{', '.join(map(str, steps))}"
+        )
+    _use_compilation_cache()
+    config = config_files.load([str(text)], root=Config).config
+    mesh = MeshSpec(fsdp=-1).make(jax.local_devices())
+    layout, _ = _plan(config, MeshSpec(fsdp=mesh.size))
+    params = checkpoint.restore_params(
+        folder.checkpoints, step, layout.abstract.params, layout.params.shardings(mesh)
+    )
+    print(
+        sampling.sample(
+            config,
+            mesh,
+            params,
+            args.prompt,
+            args.tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+        )
+    )
+
+
+def _names(args: Namespace) -> list[str]:
+    return args.config or [DEFAULT_CONFIG]
+
+
+def _load(args: Namespace) -> config_files.Loaded:
+    """The config of the flags --config, --set and --mesh."""
+    from ..sharding import MeshSpec
+    from .train import Config
+
+    loaded = config_files.load(_names(args), args.set, root=Config)
+    for note in loaded.dropped:
+        print(f"note: {note}")
+    if args.mesh is not None:
+        spec = MeshSpec.parse(args.mesh)
+        loaded = config_files.override(loaded, "mesh", spec, "--mesh")
+    return loaded
+
+
+def _plan(config, spec):
+    """The layout of a config on a mesh that need not be here, and its rules."""
+    import jax
+
+    from ..sharding import parse_plan
+    from ..sharding.mesh import AXES
+    from .state import plan_layout
+
+    is_open = any(getattr(spec, name) == -1 for name in AXES)
+    mesh = spec.abstract(jax.device_count() if is_open else None)
+    rules = parse_plan(config.plan)
+    tx = config.optimizer.make(
+        config.schedule.make(config.num_steps), config.model.axes()
+    )
+    return plan_layout(config.model, tx, rules, mesh), rules
+
+
+def _dry_run(config) -> None:
+    from .setup import prepare
+
+    setup = prepare(config)
+    for line in setup.describe():
+        print(line)
+    print("Dry run: everything checked, nothing written or trained.")
+
+
+def _use_cpu(num_devices: int) -> None:
+    import jax
+
+    if num_devices < 1:
+        raise ValueError(f"--cpu-devices must be at least 1, got {num_devices}")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, unless jax was told where already."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update(
+            "jax_compilation_cache_dir", str(Path(cache) / "meshloom" / "compiled")
+        )
