@@ -4,6 +4,8 @@ Shape letters: B batch, T total length, D width, V vocabulary, N layers, G key-v
 heads, K head width.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -36,6 +38,18 @@ def generate(
             f"{total}, but the model's max_length is {c.max_length}. Ask for at most "
             f"{c.max_length - prompt_length} tokens."
         )
+    if not prompt_length:
+        raise ValueError("the prompt is empty; give at least one token")
+    if temperature < 0:
+        raise ValueError(
+            f"temperature is {temperature}; expected a positive number, or 0 for the "
+            "likeliest token"
+        )
+    if top_k is not None and not 1 <= top_k <= c.vocab_size:
+        raise ValueError(f"top_k is {top_k}; expected 1 to {c.vocab_size} tokens")
+    # There is one position at a time, so none can be cut.
+    rules = shard.rules.without("length", "residual_length")
+    shard = dataclasses.replace(shard, rules=rules)
     params = model.block_params()
     shape = (c.num_layers, num_sequences, total, c.kv_heads, c.head_width)
     cache = (jnp.zeros(shape, c.compute_dtype), jnp.zeros(shape, c.compute_dtype))

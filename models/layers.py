@@ -54,22 +54,22 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with optional rotary positions."""
+    """Grouped-query attention with optional rotary positions.
+
+    Queries, keys and values are one weight [D, G, R + 2, K]: each key-value head with
+    the R query heads that share it. One matmul, and where it is cut by heads, one sum
+    over devices in its backward pass instead of three.
+    """
 
     def __init__(self, config: "Config", rngs: nnx.Rngs):
         c = self.config = config
         D, H, G, K = c.d_model, c.num_heads, c.kv_heads, c.head_width
-        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        self.query = weight(c, rngs, (D, H, K), ("embed", *heads))
-        self.key = weight(c, rngs, (D, G, K), ("embed", *kv_heads))
-        self.value = weight(c, rngs, (D, G, K), ("embed", *kv_heads))
-        self.out = weight(
-            c, rngs, (H, K, D), (*heads, "embed"), scale=residual_scale(c)
-        )
+        grouped = (G, H // G + 2, K)
+        axes, out_axes = ("kv_heads", None, "head_dim"), ("heads", "head_dim", "embed")
+        self.qkv = weight(c, rngs, (D, *grouped), ("embed", *axes))
+        self.out = weight(c, rngs, (H, K, D), out_axes, scale=residual_scale(c))
         if c.use_bias:
-            self.query_bias = constant(c, 0.0, (H, K), heads)
-            self.key_bias = constant(c, 0.0, (G, K), kv_heads)
-            self.value_bias = constant(c, 0.0, (G, K), kv_heads)
+            self.qkv_bias = constant(c, 0.0, grouped, axes)
             self.out_bias = constant(c, 0.0, (D,), ("norm",))
 
     def __call__(self, x_BLD, positions_BL, segments_BL, shard: Sharder) -> jax.Array:
@@ -85,19 +85,23 @@ class Attention(nnx.Module):
         return linear(checkpoint_name(out, "attended"), self, "out", 2, shard)
 
     def project(self, x_BLD, positions_BL, shard: Sharder):
-        """Queries, keys and values, turned by their positions."""
-        result = []
-        for name, heads in (
-            ("query", "heads"),
-            ("key", "kv_heads"),
-            ("value", "kv_heads"),
-        ):
-            y = linear(x_BLD, self, name, 1, shard)
-            if self.config.positions == "rotary" and name != "value":
-                y = rotate(y, positions_BL, self.config.rope_theta)
-            y = shard(y, ("batch", "length", heads, "head_dim"))
-            result.append(checkpoint_name(y, name))
-        return result
+        """Queries [B, L, H, K], keys and values [B, L, G, K], turned by position."""
+        c = self.config
+        qkv = linear(x_BLD, self, "qkv", 1, shard)
+        q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
+        q = q.reshape(*q.shape[:2], c.num_heads, c.head_width)
+        k, v = k[..., 0, :], v[..., 0, :]
+        if c.positions == "rotary":
+            q = rotate(q, positions_BL, c.rope_theta)
+            k = rotate(k, positions_BL, c.rope_theta)
+        kv_axes = ("batch", "length", "kv_heads", "head_dim")
+        return (
+            checkpoint_name(
+                shard(q, ("batch", "length", "heads", "head_dim")), "query"
+            ),
+            checkpoint_name(shard(k, kv_axes), "key"),
+            checkpoint_name(shard(v, kv_axes), "value"),
+        )
 
     def decode(self, x_B1D, cache, position, shard: Sharder):
         """One position, reading and extending the cache (k, v), each [B, S, G, K]."""
@@ -112,25 +116,29 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU, or one hidden layer with GELU."""
+    """SwiGLU with gate and up as one weight, or one hidden layer with GELU."""
 
     def __init__(self, config: "Config", rngs: nnx.Rngs):
         c = self.config = config
         D, F = c.d_model, c.d_ff
-        self.up = weight(c, rngs, (D, F), ("embed", "mlp"))
         if c.mlp == "swiglu":
-            self.gate = weight(c, rngs, (D, F), ("embed", "mlp"))
+            self.gate_up = weight(c, rngs, (D, 2, F), ("embed", None, "mlp"))
+        else:
+            self.up = weight(c, rngs, (D, F), ("embed", "mlp"))
         self.down = weight(c, rngs, (F, D), ("mlp", "embed"), scale=residual_scale(c))
         if c.use_bias:
-            self.up_bias = constant(c, 0.0, (F,), ("mlp",))
+            name = "gate_up_bias" if c.mlp == "swiglu" else "up_bias"
+            shape = (2, F) if c.mlp == "swiglu" else (F,)
+            axes = (None, "mlp") if c.mlp == "swiglu" else ("mlp",)
+            setattr(self, name, constant(c, 0.0, shape, axes))
             self.down_bias = constant(c, 0.0, (D,), ("norm",))
 
     def __call__(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
-        up = checkpoint_name(linear(x_BLD, self, "up", 1, shard), "hidden")
         if self.config.mlp == "swiglu":
-            gate = checkpoint_name(linear(x_BLD, self, "gate", 1, shard), "hidden")
-            hidden = jax.nn.silu(gate) * up
+            both = checkpoint_name(linear(x_BLD, self, "gate_up", 1, shard), "hidden")
+            hidden = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
         else:
+            up = checkpoint_name(linear(x_BLD, self, "up", 1, shard), "hidden")
             hidden = jax.nn.gelu(up)
         hidden = shard(hidden, ("batch", "length", "mlp"))
         return linear(hidden, self, "down", 1, shard)

@@ -18,24 +18,17 @@ def linear(
     """Contracts the last `num_in` dimensions of x with the first of the weight."""
     variable = getattr(module, name)
     w = shard.weight(variable[...], variable.get_metadata()["axes"], x.dtype)
-    rows, columns = x.shape[:-num_in], w.shape[num_in:]
-    if shard.is_cut(rows, ("batch", "length")):
-        y = jax.lax.dot_general(
-            x,
-            w,
-            (
-                (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in))),
-                ((), ()),
-            ),
-        )
-    else:
+    if shard.is_single:
         width = math.prod(w.shape[:num_in])
         y = flat_matmul(x.reshape(-1, width), w.reshape(width, -1))
-        y = y.reshape(*rows, *columns)
+        y = y.reshape(*x.shape[:-num_in], *w.shape[num_in:])
+    else:
+        contracted = (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in)))
+        y = jax.lax.dot_general(x, w, (contracted, ((), ())))
     bias = getattr(module, f"{name}_bias", None)
     if bias is not None:
         b = shard.weight(bias[...], bias.get_metadata()["axes"], x.dtype)
-        y = y + b.reshape((1,) * len(rows) + b.shape)
+        y = y + b.reshape((1,) * (y.ndim - b.ndim) + b.shape)
     return y
 
 
@@ -45,7 +38,7 @@ def flat_matmul(x, w):
 
     Autodiff of the batched form makes a transposing copy for the weight's gradient,
     fused with the backward of the activation before it: a quarter of a step on CPU.
-    Only where rows are not cut over devices: flattening would gather them.
+    Only on one device: flattening dimensions that are cut would gather them.
     """
     return x @ w
 

@@ -21,6 +21,17 @@ from .lookup import lookup
 from .remat import Remat, rematerialize
 
 DType = Literal["float32", "bfloat16"]
+SIZES = (
+    "vocab_size",
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "d_ff",
+    "max_length",
+    "num_kv_heads",
+    "head_dim",
+    "pad_vocab_to",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +71,9 @@ class Config:
     compute_dtype: DType = "bfloat16"
 
     def __post_init__(self):
+        for name in SIZES:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads "
@@ -74,9 +88,6 @@ class Config:
             raise ValueError(
                 f"rotary positions need an even head_dim, got {self.head_width}"
             )
-        for name in ("vocab_size", "num_layers", "d_ff", "max_length", "pad_vocab_to"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     @property
     def kv_heads(self) -> int:

@@ -1,5 +1,6 @@
 """Sharding rules as a library: mesh, rules, resolver, plans. Imports jax only."""
 
+from .audit import audit as audit
 from .mesh import MeshSpec as MeshSpec
 from .naming import axes_for_state as axes_for_state
 from .naming import axes_from_paths as axes_from_paths

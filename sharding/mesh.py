@@ -1,5 +1,6 @@
 """The mesh: named axes over devices, slowest network first."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -41,10 +42,10 @@ class MeshSpec:
     def __post_init__(self):
         for name in AXES:
             size = getattr(self, name)
-            if size != -1 and size < 1:
+            if not _is_count(size) and size != -1:
                 raise ValueError(
-                    f"mesh axis {name!r} has size {size}; give a positive size, or -1 "
-                    "for the devices left over"
+                    f"mesh axis {name!r} has size {size!r}; give a positive whole "
+                    "number, or -1 for the devices left over"
                 )
         free = [name for name in AXES if getattr(self, name) == -1]
         if len(free) > 1:
@@ -58,12 +59,7 @@ class MeshSpec:
                     f"mesh dcn names {name!r}, which is no mesh axis. Axes: "
                     f"{', '.join(AXES)}."
                 )
-            total = getattr(self, name)
-            if size < 1 or (total != -1 and total % size):
-                raise ValueError(
-                    f"mesh axis {name!r} of size {total} cannot be split over "
-                    f"{size} slices; dcn must divide the axis"
-                )
+            self._check_split(name, getattr(self, name), size)
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
@@ -72,7 +68,7 @@ class MeshSpec:
         dcn: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, _, value = part.partition("=")
-            total, _, slices = value.partition("/")
+            total, slash, slices = value.partition("/")
             name = name.strip()
             if name not in AXES:
                 raise ValueError(
@@ -82,7 +78,7 @@ class MeshSpec:
                 raise ValueError(f"mesh {text!r}: axis {name!r} is given twice")
             try:
                 sizes[name] = int(total)
-                if slices:
+                if slash:
                     dcn[name] = int(slices)
             except ValueError:
                 raise ValueError(
@@ -92,7 +88,12 @@ class MeshSpec:
         return cls(**sizes, dcn=dcn or None)
 
     def __str__(self) -> str:
-        sizes = [f"{n}={getattr(self, n)}" for n in AXES if getattr(self, n) != 1]
+        dcn = {n: size for n, size in (self.dcn or {}).items() if size > 1}
+        sizes = [
+            f"{n}={getattr(self, n)}{f'/{dcn[n]}' if n in dcn else ''}"
+            for n in AXES
+            if getattr(self, n) != 1
+        ]
         return ",".join(sizes) or "one device"
 
     def sizes(self, num_devices: int) -> dict[str, int]:
@@ -117,24 +118,62 @@ class MeshSpec:
         devices = jax.devices() if devices is None else list(devices)
         sizes = self.sizes(len(devices))
         if not self.dcn:
+            self._refuse_unplanned_slices(devices)
             grid = mesh_utils.create_device_mesh(
                 tuple(sizes.values()), devices, allow_split_physical_axes=True
             )
         else:
             outer = {n: self.dcn.get(n, 1) for n in AXES}
-            if any(sizes[n] % outer[n] for n in AXES):
-                raise ValueError(f"mesh {sizes} is not divided by its dcn part {outer}")
+            for name in AXES:  # a size of -1 is known only now
+                self._check_split(name, sizes[name], outer[name])
+            by_process = _granule(devices) == "process_index"
+            self._check_granules(devices, math.prod(outer.values()))
             grid = mesh_utils.create_hybrid_device_mesh(
                 tuple(sizes[n] // outer[n] for n in AXES),
                 tuple(outer.values()),
                 devices,
-                # Without slices (GPU, CPU) the slower network is between processes.
-                process_is_granule=getattr(devices[0], "slice_index", None) is None,
+                process_is_granule=by_process,
                 allow_split_physical_axes=True,
             )
         # axis_types is spelled out because jax's default is Explicit now, which
         # changes what model code may write.
         return Mesh(np.asarray(grid), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def _check_split(self, name: str, total: int, slices: int) -> None:
+        if not _is_count(slices) or (total != -1 and total % slices):
+            raise ValueError(
+                f"mesh axis {name!r} of size {total} cannot be split over {slices!r} "
+                "slices; dcn must be a positive whole number that divides the axis"
+            )
+
+    def _check_granules(self, devices: Sequence[Any], wanted: int) -> None:
+        kind = _granule(devices)
+        counts = collections.Counter(getattr(d, kind) for d in devices)
+        what = "slices" if kind == "slice_index" else "processes"
+        if len(counts) != wanted:
+            raise ValueError(
+                f"mesh {self} is split over {wanted} {what} by its dcn part, but its "
+                f"{len(devices)} devices are in {len(counts)}. Let the product of dcn "
+                f"be {len(counts)}."
+            )
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"mesh {self}: its {what} hold {list(counts.values())} devices, and a "
+                "dcn part needs the same number in each. Leave out the larger ones' "
+                "surplus devices."
+            )
+
+    def _refuse_unplanned_slices(self, devices: Sequence[Any]) -> None:
+        # Elsewhere than on TPU the order of device ids keeps near devices together.
+        if devices[0].platform != "tpu":
+            return
+        slices = {getattr(device, "slice_index", 0) for device in devices}
+        if len(slices) > 1:
+            raise ValueError(
+                f"mesh {self}: its devices are in {len(slices)} slices, and no axis "
+                "says that it crosses them. Give the axis its slice part, for "
+                f"instance data=-1/{len(slices)}, or dcn={{'data': {len(slices)}}}."
+            )
 
     def abstract(self, num_devices: int | None = None) -> AbstractMesh:
         """The mesh without devices, to plan for machines that are not here."""
@@ -150,6 +189,17 @@ class MeshSpec:
         return AbstractMesh(
             tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
         )
+
+
+def _is_count(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+
+
+def _granule(devices: Sequence[Any]) -> str:
+    """Which attribute tells apart what the slower network connects."""
+    # Without slices (GPU, CPU) the slower network is between processes.
+    has_slices = getattr(devices[0], "slice_index", None) is not None
+    return "slice_index" if has_slices else "process_index"
 
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | Sizes) -> dict[str, int]:

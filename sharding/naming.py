@@ -4,13 +4,17 @@ Three origins: names a tree carries itself (flax NNX variables), path patterns f
 without names, and the parameters an optimizer's state belongs to.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from .resolve import Axes
+
+# The most elements an array of no parameter may have to be left whole unasked.
+SMALL = 1024
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -33,19 +37,17 @@ def axes_of(tree: Any) -> Any:
 
     Read from the variable's metadata `axes`, or from flax's own `out_sharding` (or
     `sharding_names`). A variable without either is an error: nothing is replicated
-    because somebody forgot to name it.
+    because somebody forgot to name it. A scalar has no dimension to name.
     """
     missing = []
 
     def one(path, leaf):
-        if not is_named(leaf):
-            missing.append(path_name(path))
-            return ()
-        metadata = leaf.get_metadata()
+        metadata = leaf.get_metadata() if is_named(leaf) else {}
         for key in ("axes", "out_sharding", "sharding_names"):
             if metadata.get(key) is not None:
-                return tuple(metadata[key])
-        missing.append(path_name(path))
+                return _names(metadata[key], f"{path_name(path)}: metadata {key}")
+        if getattr(unwrap(leaf), "ndim", None) != 0:
+            missing.append(path_name(path))
         return ()
 
     axes = jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_named)
@@ -63,7 +65,7 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
     The first pattern that matches the whole path (as "blocks/0/query") gives the names.
     A path that no pattern matches, and a pattern that matches no path, are errors.
     """
-    compiled = [(re.compile(pattern), axes) for pattern, axes in patterns.items()]
+    compiled = _compile(patterns)
     fired: set[str] = set()
     unmatched = []
 
@@ -76,9 +78,9 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
                     raise ValueError(
                         f"{name}: pattern {pattern.pattern!r} names {len(axes)} "
                         f"dimensions {axes}, but its shape is "
-                        f"{tuple(unwrap(leaf).shape)}"
+                        f"{tuple(unwrap(leaf).shape)}. Name each dimension."
                     )
-                return tuple(axes)
+                return axes
         unmatched.append(name)
         return ()
 
@@ -91,52 +93,104 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
     if idle := [pattern for pattern in patterns if pattern not in fired]:
         raise ValueError(
             f"{len(idle)} patterns match no path: {_some(idle)}. Remove them, or mend "
-            "them: a pattern must match the whole path."
+            "them: a pattern must match the whole path, and the first that does takes "
+            "it."
         )
     return result
 
 
-def axes_for_state(state: Any, params: Any, params_axes: Any) -> Any:
+def axes_for_state(
+    state: Any,
+    params: Any,
+    params_axes: Any,
+    *,
+    others: Mapping[str, Axes] | None = None,
+) -> Any:
     """Names for an optimizer's state, from the parameter each array belongs to.
 
-    An array belongs to the parameter whose path ends its own path, so moments, masked
-    and partitioned optimizers all resolve by structure. Its shape is the parameter's,
-    or the parameter's with one dimension summed away (factored moments). Scalars and
-    one-element placeholders have no names.
+    An array belongs to the parameter with the longest path that ends its own path, so
+    moments, masked and partitioned optimizers all resolve by structure. Its shape is
+    the parameter's, or the parameter's with one dimension summed away (factored
+    moments). One-element placeholders have no names, nor have arrays of no parameter
+    up to SMALL elements (counters, coefficients).
+
+    Args:
+      others: path patterns, as in `axes_from_paths`, for state that follows neither
+        form. They come first.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_named)
     owners = {
-        tuple(map(_key, path)): (tuple(leaf.shape), tuple(names))
+        tuple(map(_key, path)): (tuple(unwrap(leaf).shape), tuple(names))
         for (path, leaf), names in zip(
-            leaves, treedef.flatten_up_to(params_axes), strict=True
+            flat, treedef.flatten_up_to(params_axes), strict=True
         )
     }
+    compiled = _compile(others or {})
 
     def one(path, leaf):
-        shape = tuple(leaf.shape)
-        if leaf.size <= 1:
-            return (None,) * leaf.ndim
+        name, shape = path_name(path), tuple(unwrap(leaf).shape)
+        for pattern, axes in compiled:
+            if pattern.fullmatch(name):
+                return axes
+        if math.prod(shape) <= 1:
+            return (None,) * len(shape)
         keys = tuple(map(_key, path))
-        for start in range(len(keys)):
-            owner = owners.get(keys[start:])
-            if owner is not None and (names := _fit(shape, *owner)) is not None:
-                return names
+        ends = (keys[start:] for start in range(len(keys) + 1))
+        owner = next((end for end in ends if end in owners), None)
+        if owner is not None and (names := _fit(shape, *owners[owner], keys)):
+            return names
+        # A tree that is one array has the empty path, which ends every path.
+        if not owner and math.prod(shape) <= SMALL:
+            return (None,) * len(shape)
+        found = "belongs to no parameter: no parameter's path ends its path"
+        if owner:
+            whose = owners[owner][0]
+            found = f"does not fit its parameter {'/'.join(owner)} of shape {whose}"
         raise ValueError(
-            f"optimizer state {path_name(path)} of shape {shape} belongs to no "
-            "parameter: no parameter's path ends its path with a shape that fits. Give "
-            "its logical axes explicitly."
+            f"optimizer state {name} of shape {shape} {found}. Name its dimensions: "
+            f"others={{{re.escape(name)!r}: {(None,) * len(shape)}}} leaves it whole."
         )
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_named)
 
 
-def _fit(shape: tuple, owner_shape: tuple, names: Axes) -> Axes | None:
+def _fit(
+    shape: tuple, owner_shape: tuple, names: Axes, keys: Sequence[str]
+) -> Axes | None:
     if shape == owner_shape:
         return names
-    for i in range(len(owner_shape)):
-        if shape == owner_shape[:i] + owner_shape[i + 1 :]:
-            return names[:i] + names[i + 1 :]
-    return None
+    fits = [
+        names[:i] + names[i + 1 :]
+        for i in range(len(owner_shape))
+        if shape == owner_shape[:i] + owner_shape[i + 1 :]
+    ]
+    if not fits:
+        return None
+    # Of a square matrix both sums have one shape. Row statistics keep the first of the
+    # two dimensions, column statistics the second.
+    return fits[-1] if "v_row" in keys else fits[0]
+
+
+def _compile(patterns: Mapping[str, Axes]) -> list[tuple[re.Pattern[str], Axes]]:
+    result = []
+    for pattern, axes in patterns.items():
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"path pattern {pattern!r} is no regular expression: {error}"
+            ) from None
+        result.append((compiled, _names(axes, f"path pattern {pattern!r}")))
+    return result
+
+
+def _names(value: Any, where: str) -> Axes:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(
+            f"{where}: logical axes must be a tuple with a name for each dimension, "
+            f"got {value!r}"
+        )
+    return tuple(value)
 
 
 def _key(entry: Any) -> str:

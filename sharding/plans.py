@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from .rules import Rules
 
-STANDARD_NAMES = (
+STANDARD_NAMES: tuple[str, ...] = (
     "length",
     "residual_length",
     "layer",
@@ -63,9 +63,9 @@ def fsdp(stage: int = 3) -> Rules:
     rules = Rules.of(
         {"embed": "fsdp", "lookup_batch": others}, role="optimizer", plan="fsdp"
     )
-    if stage == 3:
-        rules += Rules.of({"embed": "fsdp"}, role="param", plan="fsdp")
-    return rules
+    # Stage 1 says "whole" aloud, so that it wins over an earlier fsdp().
+    stored = "fsdp" if stage == 3 else None
+    return rules + Rules.of({"embed": stored}, role="param", plan="fsdp")
 
 
 def tensor() -> Rules:

@@ -8,6 +8,7 @@ array and together divide the dimension. A candidate that loses keeps its reason
   indivisible   the sizes of the mesh axes do not divide the dimension
   size-1        all its mesh axes have size 1, so there is nothing to cut
   no-rule       no row names this logical axis (not strict only)
+  no-axis       it names a mesh axis that the mesh does not have (not strict only)
 
 Mesh axes of size 1 are left out of the result. In strict mode (the default) a name
 without a row, a candidate on a mesh axis that does not exist, and a dimension for which
@@ -77,14 +78,15 @@ def resolve_dimensions(
         row = rules.find(logical, role)
         if row is None:
             if strict:
+                known = ", ".join(sorted(rules.names)) or "none"
                 raise ValueError(
                     f"{name}: no rule for logical axis {logical!r} (role {role}). "
-                    f"Known names: {', '.join(sorted(rules.names))}. Add a row, for "
-                    f"instance Rules.of({{{logical!r}: None}}) to not cut it."
+                    f"Known names: {known}. Add a row, for instance "
+                    f"Rules.of({{{logical!r}: None}}) to not cut it."
                 )
             result.append(Dimension(logical, size, lost=(Lost((), "no-rule"),)))
             continue
-        dimension = _one_dimension(row, size, sizes, taken, name)
+        dimension = _one_dimension(row, size, sizes, taken, name, strict)
         if strict and not dimension.mesh_axes:
             _refuse_indivisible(dimension, row, sizes, name)
         taken |= {axis: logical for axis in dimension.mesh_axes}
@@ -93,13 +95,16 @@ def resolve_dimensions(
 
 
 def _one_dimension(
-    row: Row, size: int, sizes: Sizes, taken: dict[str, str], name: str
+    row: Row, size: int, sizes: Sizes, taken: dict[str, str], name: str, strict: bool
 ) -> Dimension:
     lost = []
     for candidate in row.candidates:
         if candidate == ():
             return Dimension(row.name, size, plan=row.plan, lost=tuple(lost))
         if missing := [axis for axis in candidate if axis not in sizes]:
+            if not strict:
+                lost.append(Lost(candidate, "no-axis", missing[0]))
+                continue
             raise ValueError(
                 f"{name}: rule {row} names mesh axis {missing[0]!r}, but the mesh has "
                 f"{', '.join(sizes)}. Name one of these, or add the axis to the mesh."
@@ -123,10 +128,10 @@ def _refuse_indivisible(
 ) -> None:
     """A dimension left whole only because nothing divides it is an error.
 
-    A row that ends in None states that whole is acceptable, and passes.
+    A row with None among its candidates states that whole is acceptable, and passes.
     """
     bad = [lost for lost in dimension.lost if lost.reason == "indivisible"]
-    if not bad or row.candidates[-1] == ():
+    if not bad or () in row.candidates:
         return
     axes = tuple(a for a in bad[0].candidate if sizes[a] > 1)
     ways = math.prod(sizes[axis] for axis in axes)

@@ -13,8 +13,8 @@ replaces the rows of a for the same name and role; what was replaced is kept, an
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 Role = Literal["param", "compute", "optimizer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Candidate = tuple[str, ...]
 # What a person may write for the candidates of a name: None, "tensor",
 # ("data", "fsdp") for one candidate, or a list of candidates.
-CandidatesLike = None | str | tuple[str, ...] | Sequence[None | str | tuple[str, ...]]
+CandidatesLike = None | str | tuple[str, ...] | list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,16 @@ class Rules:
 
     rows: tuple[Row, ...] = ()
     replaced: tuple[tuple[Row, Row], ...] = ()  # (row that lost its place, by which)
+
+    def __post_init__(self):
+        seen: dict[tuple[str, Role | None], Row] = {}
+        for row in self.rows:
+            if other := seen.get((row.name, row.role)):
+                raise ValueError(
+                    f"rules name {row.name!r} twice for the same role: {other} and "
+                    f"{row}. Remove one, or add tables with +, where the later wins."
+                )
+            seen[row.name, row.role] = row
 
     @classmethod
     def of(
@@ -108,17 +118,19 @@ def _replaces(new: Row, old: Row) -> bool:
 
 
 def _candidates(name: str, value: CandidatesLike) -> tuple[Candidate, ...]:
-    if value is None or isinstance(value, str | tuple):
-        value = [value]
-    result = []
-    for one in value:
+    result: list[Candidate] = []
+    for one in value if isinstance(value, list) else [value]:
         candidate = () if one is None else (one,) if isinstance(one, str) else one
         if not isinstance(candidate, tuple) or not all(
             isinstance(axis, str) for axis in candidate
         ):
             raise ValueError(
                 f"rule for {name!r}: a candidate is a mesh axis, a tuple of mesh axes, "
-                f"or None, got {one!r}"
+                f"or None, got {one!r}. Write several candidates as a list."
+            )
+        if len(set(candidate)) < len(candidate):
+            raise ValueError(
+                f"rule for {name!r}: candidate {one!r} names a mesh axis twice"
             )
         result.append(candidate)
     if not result:
@@ -128,14 +140,24 @@ def _candidates(name: str, value: CandidatesLike) -> tuple[Candidate, ...]:
     return tuple(result)
 
 
-def lint(rules: Rules, used: Iterable[tuple[str, Role]]) -> list[str]:
-    """Rows that were replaced by a later plan, and rows nothing ever asked for.
+def lint(
+    rules: Rules,
+    used: Iterable[tuple[str, Role]],
+    mesh: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Rows whose cut a later plan replaced, and rows nothing ever asked for.
 
     Args:
       used: (name, role) of every lookup made, as `Resolved.used` records them.
+      mesh: sizes of the mesh axes; with them, axes that no row names are told of too.
     """
     used = set(used)
-    notes = [f"replaced: {old}  by  {new}" for old, new in rules.replaced]
+    # To cut what an earlier plan left whole is what a plan is added for.
+    notes = [
+        f"replaced: {old}  by  {new}"
+        for old, new in rules.replaced
+        if old.candidates != ((),)
+    ]
     for row in rules.rows:
         roles = ROLES if row.role is None else (row.role,)
         if not any(
@@ -143,8 +165,13 @@ def lint(rules: Rules, used: Iterable[tuple[str, Role]]) -> list[str]:
             for role in roles
         ):
             notes.append(f"never used: {row}")
-        for i, candidate in enumerate(row.candidates[:-1]):
-            if candidate == ():
-                rest = row.candidates[i + 1 :]
-                notes.append(f"unreachable: {row}: {rest} stand after 'whole'")
+        if () in row.candidates[:-1]:
+            notes.append(f"unreachable: what stands after 'whole' in {row}")
+    named = {axis for row in rules.rows for c in row.candidates for axis in c}
+    for axis, size in (mesh or {}).items():
+        if size > 1 and axis not in named:
+            notes.append(
+                f"idle: no row names mesh axis {axis!r}, so its {size} ways all do the "
+                "same work"
+            )
     return notes

@@ -25,7 +25,7 @@ class Sharder:
         self, x: jax.Array, axes: Axes, *, role: Role = "compute"
     ) -> jax.Array:
         """Constrains an activation (or, in another role, a gradient) to the rules."""
-        if self._idle:
+        if self.is_single:
             return x
         return jax.lax.with_sharding_constraint(x, self._sharding(x.shape, axes, role))
 
@@ -38,29 +38,28 @@ class Sharder:
         """
         if dtype is not None:
             w = w.astype(dtype)
-        if self._idle:
+        if self.is_single:
             return w
-        stored = self._sharding(w.shape, axes, "param")
-        compute = self._sharding(w.shape, axes, "compute")
-        gradient = self._sharding(w.shape, axes, "optimizer")
+        stored, compute, gradient = (
+            self._sharding(w.shape, axes, role, "weight")
+            for role in ("param", "compute", "optimizer")
+        )
         return _move(stored, compute, gradient, w)
 
-    def is_cut(self, shape: tuple[int, ...], axes: Axes) -> bool:
-        """Whether an activation of this shape is cut over devices at all."""
-        return (
-            not self._idle
-            and not self._sharding(shape, axes, "compute").is_fully_replicated
-        )
-
     @property
-    def _idle(self) -> bool:
+    def is_single(self) -> bool:
+        """Whether there is one device only, so that nothing is ever cut."""
         return self.mesh is None or self.mesh.size == 1
 
     def _sharding(
-        self, shape: tuple[int, ...], axes: Axes, role: Role
+        self,
+        shape: tuple[int, ...],
+        axes: Axes,
+        role: Role,
+        what: str = "activation",
     ) -> NamedSharding:
         assert self.mesh is not None
-        name = f"activation [{', '.join(map(str, axes))}]"
+        name = f"{what} [{', '.join(map(str, axes))}]"
         dims = resolve_dimensions(
             axes, shape, self.rules, self.mesh, name=name, role=role
         )

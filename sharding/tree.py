@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +13,8 @@ from .mesh import Sizes, mesh_sizes
 from .naming import axes_of, is_named, path_name, unwrap
 from .resolve import Axes, Dimension, resolve_dimensions, spec_of
 from .rules import Role, Rules
+from .text import align
+from .text import human_bytes as human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,12 @@ class ResolvedArray:
         """Which plan cut which dimension, and which candidates lost, in words."""
         parts = []
         for d in self.dimensions:
-            won = f"{d.plan} cuts {'+'.join(d.mesh_axes)}" if d.mesh_axes else "whole"
+            won = f"over {'+'.join(d.mesh_axes)}" if d.mesh_axes else "whole"
+            by = f" by {d.plan}" if d.plan else ""
             lost = "; ".join(map(str, d.lost))
-            if d.mesh_axes or d.lost:
-                parts.append(f"{d.name}: {won}{f' [{lost}]' if lost else ''}")
-        return ", ".join(parts)
+            if d.name is not None:
+                parts.append(f"{d.name} {won}{by}{f' [{lost}]' if lost else ''}")
+        return ", ".join(parts) or ("no names" if self.shape else "scalar")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -136,19 +138,43 @@ class Resolved:
         rows = [
             (
                 a.path,
-                "x".join(map(str, a.shape)) or "scalar",
+                _size(a),
                 ",".join(str(n or "-") for n in a.axes),
-                "(" + ", ".join(_cut(d) for d in a.dimensions) + ")",
+                _cuts(a),
                 human_bytes(a.bytes_per_device),
-                a.why or "whole",
+                a.why,
             )
             for a in self.arrays
         ]
         return align([head, *rows])
 
+    def summary(self, largest: int = 5) -> str:
+        """Totals, and the largest arrays that are whole on every device."""
+        totals = self.to_json()["totals"]
+        what = "parameters" if self.role == "param" else "elements"
+        whole = self.replicated()
+        kept = f"{human_bytes(totals['replicated_bytes'])} in {len(whole)} arrays"
+        rows = [
+            (what, f"{totals['elements']:,} in {totals['arrays']} arrays"),
+            ("bytes", human_bytes(self.bytes)),
+            ("bytes per device", human_bytes(self.bytes_per_device)),
+            ("whole on every device", kept if whole else "nothing"),
+        ]
+        rows += [
+            (f"  {a.path}", f"{_size(a)}  {human_bytes(a.bytes)}  {a.why}")
+            for a in whole[:largest]
+        ]
+        if len(whole) > largest:
+            rows.append((f"  and {len(whole) - largest} smaller", ""))
+        return align(rows)
 
-def _cut(dimension: Dimension) -> str:
-    return "+".join(dimension.mesh_axes) or "-"
+
+def _size(array: ResolvedArray) -> str:
+    return "x".join(map(str, array.shape)) or "scalar"
+
+
+def _cuts(array: ResolvedArray) -> str:
+    return f"({', '.join('+'.join(d.mesh_axes) or '-' for d in array.dimensions)})"
 
 
 def resolve(
@@ -170,13 +196,23 @@ def resolve(
     if axes is None:
         axes = axes_of(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
+    try:
+        flat_axes = treedef.flatten_up_to(axes)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"the tree of logical axes has not the form of the tree of arrays: {error}"
+        ) from None
     sizes = mesh_sizes(mesh)
     arrays = []
-    for (path, leaf), names in zip(leaves, treedef.flatten_up_to(axes), strict=True):
+    for (path, leaf), names in zip(leaves, flat_axes, strict=True):
         name, array = path_name(path), unwrap(leaf)
         if not isinstance(names, tuple):
             raise ValueError(
                 f"{name}: its logical axes must be a tuple of names, got {names!r}"
+            )
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ValueError(
+                f"{name}: expected an array or a ShapeDtypeStruct, got {array!r}"
             )
         dimensions = resolve_dimensions(
             names, array.shape, rules, sizes, name=name, role=role, strict=strict
@@ -201,25 +237,7 @@ def diff(a: Resolved, b: Resolved) -> list[str]:
             lines.append(f"{'+' if old is None else '-'} {path}")
         elif (old.spec, old.shape, old.ways) != (new.spec, new.shape, new.ways):
             lines.append(
-                f"~ {path}: {old.spec} {human_bytes(old.bytes_per_device)} -> "
-                f"{new.spec} {human_bytes(new.bytes_per_device)}"
+                f"~ {path}: {_cuts(old)} {human_bytes(old.bytes_per_device)} -> "
+                f"{_cuts(new)} {human_bytes(new.bytes_per_device)}"
             )
     return lines
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in columns; the last column is free in width."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    )

@@ -1,7 +1,16 @@
 """Every test runs on 8 CPU devices and says so; none skips for want of devices."""
 
+import os
+import pathlib
+
 import jax
 import pytest
+
+# Compiled programs are kept between runs, also for the processes that tests start.
+CACHE = pathlib.Path(__file__).parents[1] / "build" / "test-cache"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # Before anything touches a device.
 jax.config.update("jax_platforms", "cpu")

@@ -11,25 +11,11 @@ from meshloom.trainer.config_files import ConfigError, load, override
 TOY = """
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
-
-
-class Rate(Protocol):
-    def at(self, step: int) -> float: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constant:
-    value: float = 0.5
-
-    def at(self, step):
-        return self.value
-
+from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
     eps: float = 1e-5
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
@@ -47,34 +33,23 @@ class Model:
                 "\\n give another num_heads"
             )
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW:
     b1: float = 0.9
-    rate: Rate = Constant()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lion:
-    b1: float = 0.95
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
     path: str
     shape: tuple[int, ...] = ()
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
     data: int = 1
     fsdp: int = 1
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hook:
     every: int = 1
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -88,15 +63,6 @@ class Config:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     name: str = "run"
     clip: float | None = None
-
-
-def small(layers: int = 1) -> Model:
-    return Model(num_layers=layers)
-
-
-def wrong() -> Model:
-    return Model(num_layers="x")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grows:
@@ -147,14 +113,6 @@ def error(toy, files, sets=()):
         load(files, sets, root=toy.Config)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def error_in(toy, line, sets=()):
-    """The message for `line`, which is line 9 of mine.gin after the base lines."""
-    return error(toy, [write(BASE + line)], sets)
-
-
-# What a load gives.
 
 
 def test_values_and_origins(toy):
@@ -216,30 +174,6 @@ slow/toy.Hook.every = 10
     assert changed.origins["data.path"] == '--set path="c.txt"'
 
 
-def test_a_reference_in_a_macro_is_called_in_the_scope_of_the_macro(toy):
-    # The rule is gin's own.
-    mine = write(
-        BASE + "m = @toy.Model()\ntoy.Config.model = %m\nm/toy.Model.d_model=8"
-    )
-    assert load([mine], root=toy.Config).config.model.d_model == 8
-
-
-def test_a_function_may_make_a_part(toy):
-    line = "toy.Config.model = @toy.small()\ntoy.small.layers = 3\n"
-    loaded = load(
-        [write(BASE.replace("toy.Model.num_layers = 6\n", "") + line)], root=toy.Config
-    )
-    assert loaded.config.model == toy.Model(num_layers=3)
-    assert loaded.origins["model.num_layers"] == "mine.gin:8"
-
-
-def test_int_becomes_float_and_list_becomes_tuple(toy):
-    mine = write(BASE + "toy.Config.clip = 1\ntoy.Config.hooks = [@toy.Hook()]\n")
-    config = load([mine], root=toy.Config).config
-    assert type(config.clip) is float
-    assert config.hooks == (toy.Hook(),)
-
-
 @pytest.mark.parametrize(
     "extra",
     [
@@ -298,62 +232,6 @@ def test_a_module_loaded_anew_is_used(toy):
     assert type(load(["base"], root=fresh.Config).config.model) is fresh.Model
 
 
-# The forms of --set.
-
-
-def test_set_by_class_by_path_and_by_root_field(toy):
-    sets = ["toy.Model.num_layers=3", "model.d_model=32", "batch_size=4"]
-    config = load(["base"], sets, root=toy.Config).config
-    assert (config.model.num_layers, config.model.d_model) == (3, 32)
-    assert config.batch_size == 4
-
-
-def test_set_by_path_changes_that_place_alone(toy):
-    mine = write(
-        BASE + "toy.Model.norm = @toy.Norm()\ntoy.Model.head_norm = @toy.Norm()\n"
-    )
-    model = load([mine], ["model.norm.eps=0.5"], root=toy.Config).config.model
-    assert (model.norm.eps, model.head_norm.eps) == (0.5, 1e-5)
-    model = load([mine], ["toy.Norm.eps=0.5"], root=toy.Config).config.model
-    assert (model.norm.eps, model.head_norm.eps) == (0.5, 0.5)
-
-
-def test_set_by_path_inside_a_default_keeps_the_rest_of_it(toy):
-    sets = ["mesh.data=2", "model.norm.eps=0.1", "optimizer.rate.value=3"]
-    loaded = load(["base"], sets, root=toy.Config)
-    assert loaded.config.mesh == toy.Mesh(data=2, fsdp=3)
-    assert loaded.config.model.norm.eps == 0.1
-    assert loaded.config.optimizer.rate == toy.Constant(value=3.0)
-    assert loaded.origins["mesh.data"] == "--set mesh.data=2"
-    assert loaded.origins["mesh.fsdp"] == "default"
-
-
-def test_set_by_path_through_containers_and_macros(toy):
-    mine = write(BASE + "m = [@toy.Hook(), @toy.Hook()]\ntoy.Config.hooks = %m\n")
-    config = load([mine], ["hooks.1.every=7"], root=toy.Config).config
-    assert config.hooks == (toy.Hook(), toy.Hook(every=7))
-    write(
-        BASE + "m = [@toy.Hook(), @toy.Hook()]\ntoy.Config.hooks = %m\n"
-        "m/toy.Hook.every = 5\n"
-    )
-    config = load([mine], ["hooks.1.every=7"], root=toy.Config).config
-    assert config.hooks == (toy.Hook(every=5), toy.Hook(every=7))
-
-
-def test_set_replaces_a_part_and_then_a_field_of_the_new_one(toy):
-    sets = ["optimizer=@toy.Lion()", "optimizer.b1=0.7"]
-    loaded = load(["base"], sets, root=toy.Config)
-    assert loaded.config.optimizer == toy.Lion(b1=0.7)
-    assert loaded.dropped == (
-        "base.gin:8: toy.AdamW.b1 went with toy.Config.optimizer"
-        " (--set optimizer=@toy.Lion())",
-    )
-    assert loaded.text.startswith("# dropped: base.gin:8: toy.AdamW.b1 went with")
-
-
-# Messages.
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -371,27 +249,9 @@ def test_set_replaces_a_part_and_then_a_field_of_the_new_one(toy):
             "mine.gin:9: 'tyo' is not an imported module; did you mean 'toy'?",
         ),
         (
-            "Model.num_layers = 4",
-            "mine.gin:9: 'Model' is not an imported module; did you mean 'toy.Model'?",
-        ),
-        (
-            "toy.num_layers = 4",
-            "mine.gin:9: toy is a module, expected a class; write toy.CLASS",
-        ),
-        (
             "import toyz",
             "mine.gin:9: there is no module 'toyz'; install it, or add its folder to"
             " PYTHONPATH",
-        ),
-        (
-            "from meshloom.trainer import config_file",
-            "mine.gin:9: there is no module 'meshloom.trainer.config_file';"
-            " did you mean 'config_files'?",
-        ),
-        (
-            "from toy import Model",
-            "mine.gin:9: there is no module 'toy.Model'; import the module toy and"
-            " write its name before Model",
         ),
         (
             "toy.Model.num_layers 4",
@@ -414,195 +274,15 @@ def test_set_replaces_a_part_and_then_a_field_of_the_new_one(toy):
             'include "mine.gin"',
             "mine.gin:9: mine.gin includes itself; remove the include",
         ),
-        (
-            "toy.Model.num_layers = 'six'",
-            "mine.gin:9: toy.Model.num_layers must be int, got str 'six'",
-        ),
-        (
-            "toy.Model.num_layers = True",
-            "mine.gin:9: toy.Model.num_layers must be int, got bool True",
-        ),
-        (
-            "toy.Config.name = 3",
-            "mine.gin:9: toy.Config.name must be str, got int 3; put it in quotes",
-        ),
-        (
-            "toy.Config.clip = 'no'",
-            "mine.gin:9: toy.Config.clip must be float or None, got str 'no'",
-        ),
-        (
-            "toy.Model.act = 'relu'",
-            "mine.gin:9: toy.Model.act must be 'gelu' or 'swiglu', got str 'relu'",
-        ),
-        (
-            "toy.Config.sizes = {'a': 'b'}",
-            "mine.gin:9: toy.Config.sizes must be Mapping[str, int], got dict"
-            " {'a': 'b'}",
-        ),
-        (
-            "toy.AdamW.rate = @toy.Norm()",
-            "mine.gin:9: toy.AdamW.rate must be toy.Rate, got toy.Norm, which has no"
-            " 'at'; define it",
-        ),
-        (
-            "toy.Config.model = @toy.Model",
-            "mine.gin:9: toy.Config.model must be toy.Model, got the class toy.Model;"
-            " write @toy.Model(), with parentheses, for an object of it",
-        ),
-        (
-            "toy.Config.data = @toy.Text()",
-            "mine.gin:9: toy.Text.path has no value, expected str; add the line"
-            " `toy.Text.path = ...` to a config file, or give --set data.path=...",
-        ),
-        (
-            "toy.Config.batch_size = %gin.REQUIRED",
-            "mine.gin:9: toy.Config.batch_size has no value, expected int; add the line"
-            " `toy.Config.batch_size = ...` to a config file, or give --set"
-            " batch_size=...",
-        ),
-        (
-            "toy.Config.name = %gin.REQUIRED",
-            "mine.gin:9: toy.Config.name has no value, expected str; add the line"
-            " `toy.Config.name = ...` to a config file, or give --set name=...",
-        ),
-        (
-            "toy.Config.batch_size = %size",
-            "mine.gin:9: macro %size is not defined; expected one of: (none)",
-        ),
-        (
-            "size = 4",
-            "mine.gin:9: macro 'size' is never used; refer to it as %size, or remove"
-            " it",
-        ),
-        (
-            "a = %a\ntoy.Config.batch_size = %a",
-            "mine.gin:9: macro 'a' is defined by itself",
-        ),
-        (
-            "toy.Lion.b1 = 0.5",
-            "mine.gin:9: toy.Lion.b1 is never used: no @toy.Lion() is in the config;"
-            " refer to it, or remove the binding",
-        ),
-        (
-            "held/toy.Model.d_model = 8",
-            "mine.gin:9: held/toy.Model.d_model is never used: each toy.Model has a"
-            " value of its own or another scope; set model.d_model, or remove it",
-        ),
-        (
-            "toy.Mesh.data = 2",
-            "mine.gin:9: toy.Mesh.data is never used: the object at mesh is a default,"
-            " not @toy.Mesh(); set mesh.data instead",
-        ),
-        (
-            "toy.Model.num_heads = 3",
-            "mine.gin:4: toy.Model: num_heads 3 does not divide d_model 64; give"
-            " another num_heads (num_heads from mine.gin:9)",
-        ),
     ],
 )
 def test_message_of_a_file(toy, line, message):
-    assert error_in(toy, line) == message
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "model.num_layer=4",
-            "toy.Model has no parameter 'num_layer'; did you mean 'num_layers'?",
-        ),
-        ("toy.Modle.num_layers=4", "toy has no class 'Modle'; did you mean 'Model'?"),
-        (
-            "modle.num_layers=4",
-            "'modle' is no field of toy.Config, imported module or macro; did you mean"
-            " 'model'?",
-        ),
-        (
-            "batchsize=4",
-            "'batchsize' is no field of toy.Config, imported module or macro; did you"
-            " mean 'batch_size'?",
-        ),
-        ("model.num_layers", "expected NAME=VALUE, such as num_steps=100"),
-        (
-            "name=fast",
-            "'fast' is not a value; expected a Python literal, @module.Class() or"
-            " %macro; a string needs quotes: --set 'name=\"fast\"'",
-        ),
-        (
-            "name=",
-            "'' is not a value; expected a Python literal, @module.Class() or %macro;"
-            " a string needs quotes: --set 'name=\"\"'",
-        ),
-        (
-            "clip=none",
-            "'none' is not a value; expected a Python literal, @module.Class() or"
-            " %macro; write clip=None",
-        ),
-        ("model.num_layers='six'", "toy.Model.num_layers must be int, got str 'six'"),
-        (
-            "batch_size.x=1",
-            "batch_size holds 8, in which 'x' is not the field of an object; set"
-            " batch_size as a whole",
-        ),
-        (
-            "toy.Lion.b1=0.5",
-            "toy.Lion.b1 is never used: no @toy.Lion() is in the config; refer to it,"
-            " or remove the binding",
-        ),
-        (
-            "model=@toy.Modle()",
-            "toy has no class 'Modle'; did you mean 'Model'?",
-        ),
-    ],
-)
-def test_message_of_a_set(toy, text, message):
-    assert error(toy, ["base"], [text]) == f"--set {text}: {message}"
+    assert error(toy, [write(BASE + line)]) == message
 
 
 def test_missing_config(toy):
     assert error(toy, ["bas"]) == (
         "config 'bas' is neither a file nor a shipped config; did you mean 'base'?"
-    )
-
-
-def test_required_field_of_the_root(toy):
-    assert error(toy, [], []) == (
-        "toy.Config.model has no value, expected toy.Model; add the line"
-        " `toy.Config.model = ...` to a config file, or give --set model=..."
-    )
-
-
-def test_failing_import_names_the_line(toy):
-    write("1 / 0\n", "broken.py")
-    assert error_in(toy, "import broken") == (
-        "mine.gin:9: import of broken failed: ZeroDivisionError: division by zero"
-    )
-
-
-def test_a_part_of_itself(toy):
-    assert error_in(toy, "toy.AdamW.rate = @toy.AdamW()") == (
-        "mine.gin:9: toy.AdamW is a part of itself; cut the loop"
-    )
-
-
-def test_a_set_that_another_set_replaces_is_an_error(toy):
-    sets = ["optimizer.b1=0.5", "optimizer=@toy.Lion()"]
-    assert error(toy, ["base"], sets) == (
-        "--set optimizer.b1=0.5: toy.AdamW.b1 is never used, because"
-        " toy.Config.optimizer was replaced by --set optimizer=@toy.Lion(); give one of"
-        " them"
-    )
-
-
-def test_a_binding_after_the_replacement_is_an_error(toy):
-    message = error_in(toy, "toy.Config.optimizer = None\ntoy.AdamW.b1 = 0.1\n")
-    assert message.startswith("mine.gin:10: toy.AdamW.b1 is never used")
-
-
-def test_a_wrong_type_that_a_function_made(toy):
-    text = BASE.replace("toy.Model.num_layers = 6\n", "\n")
-    assert error(toy, [write(text + "toy.Config.model = @toy.wrong()")]) == (
-        "mine.gin:9: toy.Model.num_layers must be int, got str 'x'"
     )
 
 
@@ -613,9 +293,6 @@ def test_a_class_that_changes_its_arguments(toy):
         "gin reads toy.Config back with other values: optimizer.size  2 -> 3; make the"
         " __post_init__ of that class give the same for what it has made"
     )
-
-
-# Flags of their own.
 
 
 def test_override(toy):
@@ -654,6 +331,7 @@ def test_override_of_an_inexpressible_value_says_so_in_the_text(toy):
             "--flag: toy.Model: num_heads 3 does not divide d_model"
             " 64; give another num_heads",
         ),
+        ("batch_size.x", 1, "--flag: int 8 has no part 'x'; name a field"),
         (
             "name",
             "x",

@@ -4,6 +4,7 @@ On disk a checkpoint is the state as a tree of global arrays, stacked blocks as
 [layer, ...], so it does not depend on the mesh that wrote it.
 """
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Checkpoints:
 
     def save(self, step: int, state: State) -> None:
         """Starts a save; a save of this step that exists already is left as it is."""
-        if step in self._manager.all_steps():
+        if step in committed_steps(self.folder):
             return
         saved = self._manager.save(step, args=ocp.args.StandardSave(state._asdict()))
         if not saved:
@@ -67,7 +68,17 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(
         int(path.name)
         for path in folder.iterdir()
-        if path.name.isdigit() and ocp.utils.is_checkpoint_finalized(path)
+        if path.name.isdigit() and _is_committed(path)
+    )
+
+
+def _is_committed(path: Path) -> bool:
+    """Orbax takes any folder with a plain name for finished, even an empty one."""
+    file = path / "_CHECKPOINT_METADATA"
+    return (
+        ocp.utils.is_checkpoint_finalized(path)
+        and file.is_file()
+        and json.loads(file.read_text()).get("commit_timestamp_nsecs") is not None
     )
 
 

@@ -40,7 +40,10 @@ def run(
     hooks = tuple(hooks)
     pending: list[tuple[int, dict[str, jax.Array]]] = []
     for step in range(start + 1, num_steps + 1):
-        state, metrics = step_fn(state, next(batches))
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(f"the data ended at step {step - 1} of {num_steps}")
+        state, metrics = step_fn(state, batch)
         pending.append((step, metrics))
         last = step == num_steps
         due = [h for h in hooks if last or (h.every and step % h.every == 0)]

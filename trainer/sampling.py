@@ -26,8 +26,28 @@ def sample(
     seed: int = 0,
 ) -> str:
     """The prompt and its continuation. All processes of a job must call it."""
-    model = config.model
-    tokenizer = config.data.tokenizer()
+    # One row of batch cannot be cut: only the cuts of the weights stay.
+    shard = Sharder(mesh, parse_plan(config.plan).without("batch", "lookup_batch"))
+    generate, tokens = _ready(config, prompt, num_tokens, shard)
+    generate = functools.partial(generate, temperature=temperature, top_k=top_k)
+    whole = NamedSharding(mesh, P())
+    result = jax.jit(generate, out_shardings=whole)(
+        params, tokens, key=jax.random.key(seed)
+    )
+    return config.data.tokenizer().decode(jax.device_get(result)[0])  # type: ignore
+
+
+def check(config: "Config", prompt: str, num_tokens: int) -> None:
+    """Raises what `sample` would raise, by shapes alone: before training, not after."""
+    generate, tokens = _ready(config, prompt, num_tokens, Sharder())
+    key = jax.random.key(0)
+    params = jax.eval_shape(config.model.init, key)
+    jax.eval_shape(functools.partial(generate, key=key), params, tokens)
+
+
+def _ready(config: "Config", prompt: str, num_tokens: int, shard: Sharder) -> Any:
+    """(the model's generate for so many tokens, the prompt's tokens [1, P])."""
+    model, tokenizer = config.model, config.data.tokenizer()
     if tokenizer is None or not hasattr(model, "generate"):
         raise ValueError(
             f"{type(model).__qualname__} with data {type(config.data).__name__} "
@@ -37,20 +57,9 @@ def sample(
     ids = tokenizer.encode(prompt)
     if len(ids) == 0:
         raise ValueError("the prompt is empty; give at least one character")
-    # One row of batch cannot be cut: only the cuts of the weights stay.
-    shard = Sharder(mesh, parse_plan(config.plan).without("batch", "lookup_batch"))
-    whole = NamedSharding(mesh, P())
-    generate = jax.jit(
-        functools.partial(
-            model.generate,  # type: ignore
-            num_tokens=num_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            shard=shard,
-        ),
-        out_shardings=whole,
+    generate = functools.partial(
+        model.generate,  # type: ignore
+        num_tokens=num_tokens,
+        shard=shard,
     )
-    tokens = generate(
-        params, jnp.asarray(ids, jnp.int32)[None], key=jax.random.key(seed)
-    )
-    return tokenizer.decode(jax.device_get(tokens)[0])
+    return generate, jnp.asarray(ids, jnp.int32)[None]

@@ -29,7 +29,7 @@ class WarmupCosine:
     final_share: float = 0.1
 
     def make(self, num_steps: int) -> optax.Schedule:
-        _check_warmup(self.warmup_steps, num_steps)
+        _check_warmup(self.warmup_steps + 1, num_steps)  # a step of cosine at least
         return optax.warmup_cosine_decay_schedule(
             0.0, self.peak, self.warmup_steps, num_steps, self.peak * self.final_share
         )

@@ -135,6 +135,10 @@ def _abstract_batch(
         dimensions = resolve_dimensions(
             axes[name], shape, rules, mesh, name=f"batch/{name}", role="compute"
         )
+        micro = (config.batch_size // config.num_microbatches, *x.shape)
+        resolve_dimensions(
+            axes[name], micro, rules, mesh, name=f"microbatch/{name}", role="compute"
+        )
         sharding = NamedSharding(mesh, spec_of(dimensions))
         batch[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
     config.model.check_batch(batch, data.describe())

@@ -70,7 +70,13 @@ class Layout:
 
     def create(self, key: jax.Array, mesh: Mesh) -> State:
         """A new state. No array is ever whole on one device unless planned so."""
-        return jax.jit(self.init, out_shardings=self.shardings(mesh))(key)
+        options = {}
+        if mesh.devices.flat[0].platform == "cpu":
+            # Random numbers take seconds to compile at full optimization, and run once.
+            options = {"xla_backend_optimization_level": 1}
+        return jax.jit(
+            self.init, out_shardings=self.shardings(mesh), compiler_options=options
+        )(key)
 
     @property
     def bytes_per_device(self) -> int:

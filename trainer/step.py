@@ -26,12 +26,13 @@ def train_step(
 ) -> tuple[State, Metrics]:
     """One update. The loss is a sum over a weight, so any split gives one mean."""
     sums, grads = gradients(state.params, batch, model, shard, num_microbatches)
-    weight = jnp.maximum(sums["weight"], 1.0)
-    grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+    weight = _divisor(sums)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
     norm = optax.tree_utils.tree_norm(grads)
     if max_grad_norm is not None:
         scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = _means(sums) | {
@@ -49,7 +50,7 @@ def eval_step(params: Any, batch: Batch, *, model: Model, shard: Sharder) -> Met
 def gradients(
     params: Any, batch: Batch, model: Model, shard: Sharder, num_microbatches: int
 ) -> tuple[Metrics, Any]:
-    """Sums and their gradients, over microbatches one after the other."""
+    """Sums and their gradients, over microbatches one after the other, in float32."""
 
     def loss(params, batch):
         result = model.loss(params, batch, shard)
@@ -61,12 +62,13 @@ def gradients(
         return sums, grads
 
     def add(carry, microbatch):
+        # A float32 carry makes the addition float32, whatever the gradient's type.
         return jax.tree.map(jnp.add, carry, grad(params, microbatch)), None
 
     microbatches = _split(batch, model, shard, num_microbatches)
     first = jax.tree.map(lambda x: x[0], microbatches)
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, params, first)
+        lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(grad, params, first)
     )
     (grads, sums), _ = jax.lax.scan(add, zeros, microbatches)
     return sums, grads
@@ -93,5 +95,10 @@ def _sums(result) -> Metrics:
 
 
 def _means(sums: Metrics) -> Metrics:
-    weight = jnp.maximum(sums["weight"], 1.0)
+    weight = _divisor(sums)
     return {k: v / weight for k, v in sums.items() if k != "weight"}
+
+
+def _divisor(sums: Metrics) -> jax.Array:
+    """The weight, or 1 where there is none: then every sum is 0."""
+    return jnp.where(sums["weight"] > 0, sums["weight"], 1.0)

@@ -1,0 +1,68 @@
+# make train   sets everything up and trains the default model
+# make test    sets everything up and runs all that CI runs
+PYTHON ?= python3
+VENV ?= .venv
+EXTRA ?=
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+WHEEL_VENV := build/wheel-venv
+
+.PHONY: install dev train test lint types tests wheel-test benchmarks clean
+
+# One stamp for each set of extras: `make train EXTRA=cuda12` installs once more.
+INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
+DEV := $(VENV)/.installed-dev
+
+install: $(INSTALLED)
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "meshloom needs Python 3.11 or newer, this is " + sys.version'
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet -c constraints.txt -e '.$(addprefix [,$(addsuffix ],$(EXTRA)))'
+	@touch $@
+
+dev: $(DEV)
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed-base
+
+train: $(INSTALLED)
+	$(BIN)/meshloom train $(ARGS)
+
+test: lint types tests wheel-test
+
+lint: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(DEV)
+	$(BIN)/pyright
+
+# The report is opened in a real browser. Only Debian's package is looked for.
+CHROMIUM := $(shell command -v chromium)
+tests: $(DEV)
+ifeq ($(CHROMIUM),)
+	apt-get update -qq
+	apt-get install -y -qq --no-install-recommends chromium
+endif
+	$(BIN)/python -m pytest -q $(ARGS)
+
+# The wheel in an environment of its own, used from another folder.
+wheel-test: $(DEV)
+	rm -rf build/lib build/wheel && mkdir -p build/wheel
+	$(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log || (cat build/wheel.log; exit 1)
+	test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt --force-reinstall --no-deps build/wheel/*.whl
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt build/wheel/*.whl
+	mkdir -p build/elsewhere && cd build/elsewhere && ../../$(WHEEL_VENV)/bin/python ../../tests/wheel_check.py
+
+benchmarks: $(DEV)
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/step_time.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

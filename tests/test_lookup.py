@@ -1,0 +1,72 @@
+"""Rows of a table by index: values, and gradients summed with repeats."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshloom.models.lookup import lookup
+from meshloom.sharding import MeshSpec, Sharder, parse_plan
+
+
+@pytest.fixture
+def arrays():
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(16, 8)).astype(np.float32)
+    # Few rows, many places: every row is asked for several times, row 15 never.
+    index = rng.integers(0, 15, size=(8, 6)).astype(np.int32)
+    g = rng.normal(size=(8, 6, 8)).astype(np.float32)
+    return table, index, g
+
+
+def summed(index, g, num_rows):
+    """The gradient by definition, in float64."""
+    result = np.zeros((num_rows, g.shape[-1]))
+    for place in np.ndindex(index.shape):
+        result[index[place]] += g[place]
+    return result
+
+
+def test_values_and_gradient(arrays):
+    table, index, g = arrays
+    out, vjp = jax.vjp(lambda t: lookup(t, jnp.asarray(index), Sharder()), table)
+    assert np.array_equal(out, table[index])
+    (grad,) = vjp(jnp.asarray(g))
+    # Float32 sums of at most a dozen numbers around 1.
+    np.testing.assert_allclose(grad, summed(index, g, 16), atol=1e-5)
+    assert not np.any(np.asarray(grad)[15])
+
+
+def test_bfloat16_gradient_is_summed_in_float32():
+    # 512 times the same row: in bfloat16 a running sum would stop growing at 256.
+    table = jnp.zeros((4, 2), jnp.bfloat16)
+    index = jnp.ones((2, 256), jnp.int32)
+    grad = jax.jit(
+        jax.grad(lambda t: lookup(t, index, Sharder()).astype(jnp.float32).sum())
+    )(table)
+    assert grad.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(grad[1], np.float32), [512.0, 512.0])
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}])
+def test_a_cut_table_gets_the_same_gradient(arrays, sizes):
+    table, index, g = arrays
+    mesh = MeshSpec(**sizes).make()
+    shard = Sharder(mesh, parse_plan("data+fsdp+tensor"))
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+
+    def gradient(table, index, g):
+        def total(table):
+            w = shard.weight(table, ("vocab", "embed"))
+            return jnp.sum(lookup(w, index, shard) * g)
+
+        return jax.grad(total)(table)
+
+    grad = jax.jit(gradient)(
+        table, jax.device_put(index, rows), jax.device_put(g, rows)
+    )
+    np.testing.assert_allclose(grad, summed(index, g, 16), atol=1e-5)
+    ways = sizes.get("fsdp", 1)
+    assert grad.sharding.shard_shape(grad.shape) == (16, 8 // ways)

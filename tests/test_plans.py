@@ -1,0 +1,139 @@
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshloom.sharding import (
+    MeshSpec,
+    Rules,
+    data,
+    fsdp,
+    parse_plan,
+    resolve,
+    sequence,
+    tensor,
+    tensor2d,
+)
+from meshloom.sharding.plans import PLANS, STANDARD_NAMES
+
+MESH = MeshSpec(data=2, fsdp=2, tensor=2).abstract()
+AXES = {
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "query": ("layer", "embed", "heads", "head_dim"),
+    "table": ("vocab", "embed"),
+    "scale": ("norm",),
+    "residual": ("batch", "residual_length", "embed"),
+    "hidden": ("batch", "length", "mlp"),
+}
+TREE = {k: jax.ShapeDtypeStruct((8,) * len(v), "float32") for k, v in AXES.items()}
+
+
+def specs(rules: Rules, role) -> dict[str, P]:
+    return resolve(TREE, rules, MESH, axes=AXES, role=role).specs()
+
+
+def test_data_leaves_weights_whole_in_every_role():
+    for role in ("param", "compute", "optimizer"):
+        found = specs(data(), role)
+        assert found["up"] == P(None, None)
+        assert found["hidden"] == P(("data", "fsdp"), None, None)
+    assert {row.name for row in data().rows} == {
+        *STANDARD_NAMES,
+        "batch",
+        "lookup_batch",
+    }
+
+
+def test_zero_stage_3_stores_everything_cut_and_computes_whole():
+    rules = data() + fsdp()
+    for role in ("param", "optimizer"):
+        assert specs(rules, role)["up"] == P("fsdp", None)
+        assert specs(rules, role)["down"] == P(None, "fsdp")
+        assert specs(rules, role)["query"] == P(None, "fsdp", None, None)
+    assert specs(rules, "compute")["up"] == P(None, None)
+    assert specs(rules, "compute")["residual"] == P(("data", "fsdp"), None, None)
+
+
+def test_zero_stage_1_cuts_the_optimizer_only():
+    rules = data() + fsdp(stage=1)
+    assert specs(rules, "param")["up"] == P(None, None)
+    assert specs(rules, "compute")["up"] == P(None, None)
+    assert specs(rules, "optimizer")["up"] == P("fsdp", None)
+    assert parse_plan("data+zero1") == rules
+
+
+def test_a_later_stage_1_has_its_say():
+    rules = data() + fsdp() + fsdp(stage=1)
+    assert specs(rules, "param")["up"] == P(None, None)
+    assert [str(old) for old, _ in rules.replaced] == ["embed (param) -> fsdp  [fsdp]"]
+
+
+def test_stage_2_is_refused():
+    with pytest.raises(ValueError) as error:
+        fsdp(stage=2)
+    assert str(error.value) == (
+        "fsdp stage must be 3 (parameters and optimizer state) or 1 (optimizer state "
+        "only), got 2"
+    )
+
+
+def test_tensor_cuts_one_side_of_each_matrix():
+    found = specs(data() + fsdp() + tensor(), "param")
+    assert found["up"] == P("fsdp", "tensor")
+    assert found["down"] == P("tensor", "fsdp")
+    assert found["query"] == P(None, "fsdp", "tensor", None)
+    assert found["table"] == P("tensor", "fsdp")
+    assert found["scale"] == P(None)
+    compute = specs(data() + fsdp() + tensor(), "compute")
+    assert compute["up"] == P(None, "tensor")
+    assert compute["hidden"] == P(("data", "fsdp"), None, "tensor")
+    assert compute["residual"] == P(("data", "fsdp"), None, None)
+
+
+def test_tensor2d_computes_with_blocks():
+    for role in ("param", "compute", "optimizer"):
+        found = specs(data() + tensor2d(), role)
+        assert found["up"] == P("fsdp", "tensor")
+        assert found["down"] == P("tensor", "fsdp")
+        assert found["residual"] == P("data", None, "fsdp")
+        assert found["hidden"] == P("data", None, "tensor")
+
+
+def test_tensor2d_after_fsdp_takes_over():
+    assert specs(data() + fsdp() + tensor2d(), "compute") == specs(
+        data() + tensor2d(), "compute"
+    )
+
+
+def test_sequence_cuts_the_residual_stream_and_nothing_else():
+    before = specs(data() + tensor(), "compute")
+    after = specs(data() + tensor() + sequence(), "compute")
+    assert after.pop("residual") == P(("data", "fsdp"), "tensor", None)
+    assert before.pop("residual") == P(("data", "fsdp"), None, None)
+    assert after == before
+
+
+def test_the_summed_gradient_of_a_look_up_gives_its_fsdp_axis_to_the_width():
+    axes = {"g": ("lookup_batch", "embed")}
+    tree = {"g": jax.ShapeDtypeStruct((8, 8), "float32")}
+    rules = data() + fsdp()
+    gradient = resolve(tree, rules, MESH, axes=axes, role="optimizer").specs()
+    assert gradient["g"] == P("data", "fsdp")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_adds_to_data_and_names_real_axes(name):
+    rules = parse_plan(f"data + {name}")
+    for role in ("param", "compute", "optimizer"):
+        resolve(TREE, rules, MESH, axes=AXES, role=role)
+
+
+def test_unknown_plan():
+    with pytest.raises(ValueError) as error:
+        parse_plan("data+tesnor")
+    assert str(error.value) == (
+        "plan 'data+tesnor': 'tesnor' is no plan. Plans: data, fsdp, zero1, tensor, "
+        "tensor2d, sequence."
+    )
+    with pytest.raises(ValueError, match="plan '': '' is no plan"):
+        parse_plan("")

@@ -1,0 +1,140 @@
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshloom.sharding import MeshSpec, Rules
+from meshloom.sharding.resolve import resolve_dimensions, spec_of
+
+SIZES = {"data": 2, "fsdp": 4, "tensor": 2, "pipe": 1}
+
+
+def run(table, axes, shape, *, strict=True, mesh=SIZES):
+    rules = Rules.of(table, plan="mine")
+    return resolve_dimensions(axes, shape, rules, mesh, name="w", strict=strict)
+
+
+def reasons(dimension):
+    return [(lost.candidate, lost.reason) for lost in dimension.lost]
+
+
+def test_one_axis_several_axes_and_none():
+    table = {"embed": "fsdp", "batch": ("data", "tensor"), "norm": None}
+    dims = run(table, ("embed", "batch", "norm", None), (8, 4, 7, 5))
+    assert spec_of(dims) == P("fsdp", ("data", "tensor"), None, None)
+    assert [d.plan for d in dims] == ["mine", "mine", "mine", ""]
+
+
+def test_dimensions_left_to_right():
+    table = {"a": "tensor", "b": ["tensor", "data"]}
+    dims = run(table, ("a", "b"), (4, 4))
+    assert spec_of(dims) == P("tensor", "data")
+    assert str(dims[1].lost[0]) == "tensor: axis-taken (tensor cuts 'a')"
+    # The other way round b comes first, takes tensor, and leaves a whole.
+    dims = run(table, ("b", "a"), (4, 4))
+    assert spec_of(dims) == P("tensor", None)
+    assert reasons(dims[1]) == [(("tensor",), "axis-taken")]
+
+
+def test_candidates_in_order():
+    dims = run({"a": [("data", "fsdp"), "fsdp", "data"]}, ("a",), (12,))
+    assert spec_of(dims) == P("fsdp")
+    assert str(dims[0].lost[0]) == "data+fsdp: indivisible (12 by 8)"
+
+
+def test_a_candidate_is_taken_whole_or_not_at_all():
+    dims = run({"a": "fsdp", "b": [("data", "fsdp"), "data"]}, ("a", "b"), (8, 8))
+    assert spec_of(dims) == P("fsdp", "data")
+    assert reasons(dims[1]) == [(("data", "fsdp"), "axis-taken")]
+
+
+def test_axes_of_size_one_leave_no_trace_in_the_spec():
+    dims = run({"a": ("pipe", "data"), "b": "pipe"}, ("a", "b"), (4, 4))
+    assert spec_of(dims) == P("data", None)
+    assert reasons(dims[1]) == [(("pipe",), "size-1")]
+
+
+def test_one_name_twice_in_an_array():
+    dims = run({"a": "data"}, ("a", "a"), (4, 4))
+    assert spec_of(dims) == P("data", None)
+
+
+def test_indivisible_is_an_error_that_names_the_padded_size():
+    with pytest.raises(ValueError) as error:
+        run({"vocab": ("data", "fsdp")}, ("vocab",), (50257,))
+    assert str(error.value) == (
+        "w: dimension 'vocab' of size 50257 cannot be cut 8 ways (data=2,fsdp=4, plan "
+        "mine). Pad it to 50264, use a mesh axis size that divides 50257, or let the "
+        "rule end in None to leave it whole."
+    )
+
+
+def test_whole_where_a_row_says_so():
+    dims = run({"heads": ["fsdp", None]}, ("heads",), (6,))
+    assert spec_of(dims) == P(None)
+    assert reasons(dims[0]) == [(("fsdp",), "indivisible")]
+    assert dims[0].plan == "mine"
+    # None ends the search wherever it stands.
+    assert spec_of(run({"h": ["fsdp", None, "data"]}, ("h",), (6,))) == P(None)
+
+
+def test_a_taken_axis_is_no_error_but_an_indivisible_one_beside_it_is():
+    table = {"a": "tensor", "b": ["tensor", "fsdp"]}
+    assert spec_of(run(table, ("a", "b"), (2, 8))) == P("tensor", "fsdp")
+    with pytest.raises(
+        ValueError, match=r"'b' of size 7 cannot be cut 4 ways \(fsdp=4"
+    ):
+        run(table, ("a", "b"), (2, 7))
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError) as error:
+        run({"mlp": None, "embed": None}, ("mpl",), (8,))
+    assert str(error.value) == (
+        "w: no rule for logical axis 'mpl' (role param). Known names: embed, mlp. Add "
+        "a row, for instance Rules.of({'mpl': None}) to not cut it."
+    )
+    with pytest.raises(ValueError, match="Known names: none. Add"):
+        run({}, ("mpl",), (8,))
+
+
+def test_unknown_mesh_axis():
+    with pytest.raises(ValueError) as error:
+        run({"mlp": "model"}, ("mlp",), (8,))
+    assert str(error.value) == (
+        "w: rule mlp -> model  [mine] names mesh axis 'model', but the mesh has data, "
+        "fsdp, tensor, pipe. Name one of these, or add the axis to the mesh."
+    )
+
+
+def test_number_of_names():
+    with pytest.raises(ValueError) as error:
+        run({"mlp": None}, ("mlp",), (8, 4))
+    assert str(error.value) == (
+        "w: logical axes ('mlp',) name 1 dimensions, but its shape (8, 4) has 2. Name "
+        "each dimension; None is never cut."
+    )
+
+
+def test_not_strict_keeps_the_reason_instead():
+    table = {"vocab": "fsdp", "mlp": ["model", "tensor"]}
+    dims = run(table, ("vocab", "mpl", "mlp"), (7, 8, 8), strict=False)
+    assert spec_of(dims) == P(None, None, "tensor")
+    assert [reasons(d) for d in dims] == [
+        [(("fsdp",), "indivisible")],
+        [((), "no-rule")],
+        [(("model",), "no-axis")],
+    ]
+
+
+def test_a_mesh_an_abstract_mesh_and_sizes_resolve_alike():
+    spec = MeshSpec(fsdp=4, tensor=2)
+    table = {"embed": "fsdp", "mlp": "tensor"}
+    results = [
+        run(table, ("embed", "mlp"), (8, 8), mesh=mesh)
+        for mesh in (spec.make(), spec.abstract(), spec.sizes(8))
+    ]
+    assert results[0] == results[1] == results[2]
+    assert spec_of(results[0]) == P("fsdp", "tensor")
+
+
+def test_a_scalar():
+    assert spec_of(run({}, (), ())) == P()

@@ -1,0 +1,119 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshloom.sharding import MeshSpec, Sharder, data, fsdp, tensor
+
+MESH = MeshSpec(data=2, fsdp=2, tensor=2).make()
+SHARD = Sharder(MESH, data() + fsdp() + tensor())
+W = jnp.arange(8 * 16, dtype=jnp.float32).reshape(8, 16)
+AXES = ("embed", "mlp")
+
+
+def same(x: jax.Array, spec: P, mesh=MESH) -> bool:
+    return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+
+
+def test_an_activation_is_really_cut():
+    f = jax.jit(lambda x: SHARD(x * 2, ("batch", "length", "mlp")))
+    y = f(jnp.ones((8, 4, 16)))
+    assert same(y, P(("data", "fsdp"), None, "tensor"))
+    assert {s.data.shape for s in y.addressable_shards} == {(2, 4, 8)}
+
+
+def test_a_gradient_may_be_constrained_in_the_role_it_has():
+    y = jax.jit(lambda x: SHARD(x, AXES, role="optimizer"))(W)
+    assert same(y, P("fsdp", "tensor"))
+    assert same(jax.jit(lambda x: SHARD(x, AXES))(W), P(None, "tensor"))
+
+
+def test_a_weight_is_gathered_to_compute_with():
+    stored = jax.device_put(W, NamedSharding(MESH, P("fsdp", "tensor")))
+    y = jax.jit(lambda w: SHARD.weight(w, AXES))(stored)
+    assert same(y, P(None, "tensor"))
+    np.testing.assert_array_equal(y, W)
+
+
+def loss(shard, w, x):
+    y = jnp.einsum("BD,DF->BF", x, shard.weight(w, AXES))
+    return jnp.sum(jnp.square(y))
+
+
+@pytest.mark.parametrize(
+    ("stage", "stored"), [(3, P("fsdp", "tensor")), (1, P(None, "tensor"))]
+)
+def test_its_gradient_lands_where_the_optimizer_keeps_it(stage, stored):
+    shard = Sharder(MESH, data() + fsdp(stage) + tensor())
+    w = jax.device_put(W, NamedSharding(MESH, stored))
+    x = jax.device_put(
+        jax.random.normal(jax.random.key(0), (8, 8)),
+        NamedSharding(MESH, P(("data", "fsdp"), None)),
+    )
+    # No out_shardings: the layout is the one that `weight` asks for.
+    g = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(shard, w, x)
+    assert same(g, P("fsdp", "tensor"))
+    assert {s.data.shape for s in g.addressable_shards} == {(4, 8)}
+    expected = jax.grad(loss, argnums=1)(
+        Sharder(), jax.device_get(w), jax.device_get(x)
+    )
+    # Sums over 8 examples in another order.
+    np.testing.assert_allclose(g, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_data_parallel_leaves_the_gradient_whole():
+    shard = Sharder(MESH, data())
+    g = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(shard, W, jnp.ones((8, 8)))
+    assert same(g, P(None, None))
+
+
+def test_a_weight_is_cast_before_it_travels():
+    stored = jax.device_put(W, NamedSharding(MESH, P("fsdp", "tensor")))
+    f = jax.jit(lambda w: SHARD.weight(w, AXES, jnp.bfloat16))
+    assert f(stored).dtype == jnp.bfloat16
+    # In the program before any backend's own rewriting: cast, then the constraints.
+    # (The CPU compiler gathers in float32, because it has no bfloat16 collectives.)
+    text = f.lower(stored).as_text()
+    assert text.index("stablehlo.convert") < text.index("sharding_constraint")
+
+
+def test_the_gradient_comes_back_in_the_stored_type():
+    def f(w):
+        return jnp.sum(SHARD.weight(w, AXES, jnp.bfloat16).astype(jnp.float32))
+
+    assert jax.jit(jax.grad(f))(W).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "shard", [Sharder(), Sharder(MeshSpec().make(jax.devices()[:1]), data())]
+)
+def test_nothing_happens_without_devices_to_cut_over(shard):
+    x = jnp.ones((3, 5))
+    assert shard(x, ("no", "rules")) is x
+    assert shard.weight(x, ("no", "rules")) is x
+    assert shard.weight(x, ("no", "rules"), jnp.bfloat16).dtype == jnp.bfloat16
+    assert shard.is_single
+
+
+def test_is_single():
+    assert not SHARD.is_single
+
+
+def test_errors_say_what_was_being_cut():
+    with pytest.raises(ValueError) as error:
+        SHARD(jnp.ones((6, 4)), ("batch", "length"))
+    assert str(error.value) == (
+        "activation [batch, length]: dimension 'batch' of size 6 cannot be cut 4 ways "
+        "(data=2,fsdp=2, plan data). Pad it to 8, use a mesh axis size that divides 6, "
+        "or let the rule end in None to leave it whole."
+    )
+    with pytest.raises(
+        ValueError, match=r"^weight \[embed, mlp\]: dimension 'mlp' of s"
+    ):
+        SHARD.weight(jnp.ones((8, 5)), AXES)
+
+
+def test_a_sharder_is_a_constant_that_jit_can_take():
+    assert hash(SHARD) == hash(Sharder(MESH, data() + fsdp() + tensor()))
