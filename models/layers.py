@@ -111,7 +111,7 @@ class Attention(nnx.Module):
             jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, 1)
             for old, new in zip(cache, (k, v), strict=True)
         )
-        out = attend_cached(q[:, 0], *cache, position)[:, None]
+        out = attend_cached(q[:, 0], cache[0], cache[1], position)[:, None]
         return linear(out, self, "out", 2, shard), cache
 
 

@@ -50,9 +50,12 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 def random_params(config, seed=0):
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(config.init, KEY)
-    return jax.tree.map(
+    params = jax.tree.map(
         lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), shapes
     )
+    # Otherwise the bias of the last norm would choose every token.
+    params["final_norm"]["scale"] += 3
+    return params
 
 
 def generate(config, params, num_tokens=6, key=KEY, shard=None, **how):

@@ -56,7 +56,8 @@ def explain(args: Namespace) -> None:
         f"optimizer state: {human_bytes(layout.opt_state.bytes)}, "
         f"{human_bytes(layout.opt_state.bytes_per_device)} a device"
     )
-    for note in lint(rules, layout.params.used | layout.opt_state.used):
+    used = layout.params.used | layout.opt_state.used
+    for note in lint(rules, used, layout.params.mesh):
         if not note.startswith("never used"):  # activations are not listed here
             print(f"note: {note}")
 
@@ -172,7 +173,7 @@ def _use_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless jax was told where already."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update(
             "jax_compilation_cache_dir", str(Path(cache) / "meshloom" / "compiled")

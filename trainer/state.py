@@ -14,7 +14,7 @@ from ..sharding import Resolved, Rules, Sharder, axes_for_state, resolve
 
 
 class State(NamedTuple):
-    step: jax.Array  # int32 scalar, the number of updates done
+    step: Any  # int32 scalar, the number of updates done
     params: Any
     opt_state: Any
 

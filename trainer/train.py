@@ -160,11 +160,11 @@ def _run(
         start,
         tokens_per_step,
         config.model.model_flops(setup.batch),
-        total_peak(setup.mesh.devices.flatten(), setup.matmul_dtype),
+        total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
         console,
         enabled=jax.process_index() == 0,
     )
-    built_in = [Save(config.save_every, checkpoints, progress)]
+    built_in: list[loop.Hook] = [Save(config.save_every, checkpoints, progress)]
     if setup.eval_data is not None:
         built_in.append(
             Evaluate(
