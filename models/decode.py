@@ -33,10 +33,11 @@ def generate(
     num_sequences, prompt_length = prompt_BP.shape
     total = prompt_length + num_tokens
     if total > c.max_length:
+        room = c.max_length - prompt_length
+        remedy = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
         raise ValueError(
             f"a prompt of {prompt_length} tokens and {num_tokens} new ones make "
-            f"{total}, but the model's max_length is {c.max_length}. Ask for at most "
-            f"{c.max_length - prompt_length} tokens."
+            f"{total}, but the model's max_length is {c.max_length}. {remedy}."
         )
     if not prompt_length:
         raise ValueError("the prompt is empty; give at least one token")

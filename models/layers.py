@@ -87,7 +87,7 @@ class Attention(nnx.Module):
     def project(self, x_BLD, positions_BL, shard: Sharder):
         """Queries [B, L, H, K], keys and values [B, L, G, K], turned by position."""
         c = self.config
-        qkv = linear(x_BLD, self, "qkv", 1, shard)
+        qkv = checkpoint_name(linear(x_BLD, self, "qkv", 1, shard), "qkv")
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
         q = q.reshape(*q.shape[:2], c.num_heads, c.head_width)
         k, v = k[..., 0, :], v[..., 0, :]
@@ -95,13 +95,8 @@ class Attention(nnx.Module):
             q = rotate(q, positions_BL, c.rope_theta)
             k = rotate(k, positions_BL, c.rope_theta)
         kv_axes = ("batch", "length", "kv_heads", "head_dim")
-        return (
-            checkpoint_name(
-                shard(q, ("batch", "length", "heads", "head_dim")), "query"
-            ),
-            checkpoint_name(shard(k, kv_axes), "key"),
-            checkpoint_name(shard(v, kv_axes), "value"),
-        )
+        q = shard(q, ("batch", "length", "heads", "head_dim"))
+        return q, shard(k, kv_axes), shard(v, kv_axes)
 
     def decode(self, x_B1D, cache, position, shard: Sharder):
         """One position, reading and extending the cache (k, v), each [B, S, G, K]."""
@@ -160,7 +155,7 @@ class Block(nnx.Module):
             segments_BL,
             shard,
         )
-        x_BLD = x_BLD + shard(y, RESIDUAL)
+        x_BLD = checkpoint_name(x_BLD + shard(y, RESIDUAL), "middle")
         y = self.mlp(self._whole(self.mlp_norm(x_BLD, shard), shard), shard)
         return x_BLD + shard(y, RESIDUAL)
 

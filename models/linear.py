@@ -19,8 +19,11 @@ def linear(
     variable = getattr(module, name)
     w = shard.weight(variable[...], variable.get_metadata()["axes"], x.dtype)
     if shard.is_single:
+        # As plain matrices, so that the weight's gradient is one plain matmul too: the
+        # batched form makes a transposing copy, a quarter of a step on CPU. Flattening
+        # dimensions that are cut over devices would gather them.
         width = math.prod(w.shape[:num_in])
-        y = flat_matmul(x.reshape(-1, width), w.reshape(width, -1))
+        y = x.reshape(-1, width) @ w.reshape(width, -1)
         y = y.reshape(*x.shape[:-num_in], *w.shape[num_in:])
     else:
         contracted = (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in)))
@@ -30,26 +33,3 @@ def linear(
         b = shard.weight(bias[...], bias.get_metadata()["axes"], x.dtype)
         y = y + b.reshape((1,) * (y.ndim - b.ndim) + b.shape)
     return y
-
-
-@jax.custom_vjp
-def flat_matmul(x, w):
-    """x @ w for matrices, with the weight's gradient as one plain matmul.
-
-    Autodiff of the batched form makes a transposing copy for the weight's gradient,
-    fused with the backward of the activation before it: a quarter of a step on CPU.
-    Only on one device: flattening dimensions that are cut would gather them.
-    """
-    return x @ w
-
-
-def _forward(x, w):
-    return x @ w, (x, w)
-
-
-def _backward(saved, g):
-    x, w = saved
-    return g @ w.T, x.T @ g
-
-
-flat_matmul.defvjp(_forward, _backward)

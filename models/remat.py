@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 
 Remat = Literal["none", "full", "save-dots", "save-named"]
-SAVED_NAMES = ("query", "key", "value", "attended", "hidden")
+SAVED_NAMES = ("qkv", "attended", "middle", "hidden")
 
 
 def rematerialize(block: Callable, remat: Remat) -> Callable:

@@ -65,7 +65,7 @@ class Config:
     pad_vocab_to: int = 1
     logit_softcap: float | None = None
     z_loss: float = 0.0
-    remat: Remat = "save-dots"
+    remat: Remat = "save-named"
     attention: Implementation = "auto"
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"

@@ -4,8 +4,10 @@ On disk a checkpoint is the state as a tree of global arrays, stacked blocks as
 [layer, ...], so it does not depend on the mesh that wrote it.
 """
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int | None = 3):
         # Orbax logs its every move; what a user must know is said by the trainer.
         logging.getLogger("absl").setLevel(logging.WARNING)
+        logging.getLogger("absl").addFilter(_is_not_full_disk)
         self.folder = Path(folder).absolute()
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -52,6 +55,12 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _is_not_full_disk(record: logging.LogRecord) -> bool:
+    """Each thread of orbax logs the traceback of a full disk, which it also raises."""
+    raised = record.exc_info[1] if record.exc_info else ""
+    return os.strerror(errno.ENOSPC) not in f"{record.getMessage()} {raised}"
 
 
 def latest_step(folder: Path) -> int | None:

@@ -1,6 +1,7 @@
 """The command `meshloom`. Nothing heavy is imported before a subcommand needs it."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -8,17 +9,51 @@ from pathlib import Path
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
+# What shells report for Ctrl-C, and for a pipe whose reader has gone.
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers wrong arguments with one line; takes no shortened flags.
+
+    A shortened flag would change its meaning with the next flag that starts alike.
+    """
+
+    def __init__(self, **settings):
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str):
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        return args.run(args) or 0
+        status = args.run(args) or 0
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("meshloom: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; flushing the rest would fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except (ValueError, FloatingPointError, OSError) as error:
         if os.environ.get("MESHLOOM_TRACEBACK") or not _is_meant_for_user(error):
             raise
-        print(f"meshloom: {error}", file=sys.stderr)
+        print(f"meshloom: {_words(error)}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _words(error: Exception) -> str:
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    what = f"{error.filename}: " if error.filename else ""
+    remedy = ""
+    if error.errno == errno.ENOSPC:
+        remedy = ". Free some space, then run the same command again to continue"
+    return f"{what}{error.strerror}{remedy}"
 
 
 def _is_meant_for_user(error: Exception) -> bool:
@@ -36,7 +71,7 @@ def _is_meant_for_user(error: Exception) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="meshloom",
         description="A JAX trainer that is exact on every mesh.",
         epilog="MESHLOOM_TRACEBACK=1 shows where an error came from.",
@@ -114,8 +149,9 @@ def _add_explain(commands) -> None:
         commands, "explain", _explain, "show how every parameter is cut on a mesh, why"
     )
     _add_config_flags(parser, "default")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument(
         "--against", metavar="SIZES", help="show what differs from this other mesh"
     )
 

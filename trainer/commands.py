@@ -22,7 +22,7 @@ def train(args: Namespace) -> None:
     workdir = args.workdir or Path("runs") / Path(_names(args)[-1]).stem
     _use_compilation_cache()
     if args.dry_run:
-        _dry_run(loaded.config)
+        _dry_run(loaded.config, workdir, args.insist)
         return
     from . import train as train_lib
 
@@ -81,6 +81,8 @@ def generate(args: Namespace) -> None:
     from . import checkpoint, run_folder, sampling
     from .train import Config
 
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
     folder = run_folder.RunFolder(args.run_folder)
     text = folder.path / run_folder.CONFIG_GIN
     steps = checkpoint.committed_steps(folder.checkpoints)
@@ -93,7 +95,7 @@ def generate(args: Namespace) -> None:
     if step not in steps:
         raise ValueError(
             f"{folder.path} has no checkpoint of step {step}; it has "
-            f"{', '.join(map(str, steps))}"
+            f"{', '.join(map(str, steps))}. Give --step one of these, or leave it out."
         )
     _use_compilation_cache()
     config = config_files.load([str(text)], root=Config).config
@@ -151,10 +153,15 @@ def _plan(config, spec):
     return plan_layout(config.model, tx, rules, mesh), rules
 
 
-def _dry_run(config) -> None:
+def _dry_run(config, workdir: Path, insist: bool) -> None:
+    from .run_folder import RunFolder
     from .setup import prepare
+    from .train import FREE_FIELDS
 
     setup = prepare(config)
+    RunFolder(workdir).check(
+        config_tree.flatten(config), free=FREE_FIELDS, insist=insist
+    )
     for line in setup.describe():
         print(line)
     print("Dry run: everything checked, nothing written or trained.")

@@ -34,12 +34,14 @@ class Recorder:
         for writer in self.writers:
             writer.write("train", rows)
         for row in rows:
-            if not math.isfinite(row["loss"]):
+            # With a finite loss and a gradient that is not, the new weights are lost.
+            if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
                 raise FloatingPointError(
-                    f"loss is {row['loss']} at step {int(row['step'])} (gradient norm "
-                    f"{row['grad_norm']:.3g}). No checkpoint of it was written. Lower "
-                    "the learning rate, clip gradients (max_grad_norm), or look at the "
-                    "data of that step."
+                    f"loss is {row['loss']:.6g} and the gradient's norm "
+                    f"{row['grad_norm']:.6g} at step {int(row['step'])}, expected "
+                    "finite numbers. No checkpoint of that step was written. Lower the "
+                    "learning rate (schedule.peak), clip gradients (max_grad_norm), or "
+                    "look at the data of that step."
                 )
 
 
@@ -57,14 +59,7 @@ class Evaluate:
     writers: Sequence[Writer]
 
     def __post_init__(self):
-        available = len(self.dataset) // self.batch_size
-        if not available:
-            raise ValueError(
-                f"the held-out split has {len(self.dataset)} examples, fewer than one "
-                f"batch of {self.batch_size}. Hold out more, make batches smaller, or "
-                "set eval_batches=0 to train without evaluation."
-            )
-        self.num_batches = min(self.num_batches, available)
+        self.num_batches = min(self.num_batches, len(self.dataset) // self.batch_size)
         self.last: Row | None = None
 
     def __call__(self, step: int, state: State) -> None:

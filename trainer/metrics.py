@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,6 +19,9 @@ Row = Mapping[str, Any]
 Kind = Literal["train", "eval"]
 
 FILES: dict[Kind, str] = {"train": "metrics.jsonl", "eval": "eval.jsonl"}
+
+# Writers beside the files, and the packages that they need.
+EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -129,7 +132,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, logdir: Path, start: int = 0):
-        tensorboard = _import_extra("tensorboardX", "tensorboard")
+        tensorboard = _import_extra("tensorboard")
         self._writer = tensorboard.SummaryWriter(
             str(logdir), purge_step=start + 1 if start else None
         )
@@ -152,7 +155,7 @@ class WandbWriter:
     """
 
     def __init__(self, workdir: Path, project: str, run_id: str | None = None):
-        wandb = _import_extra("wandb", "wandb")
+        wandb = _import_extra("wandb")
         self._run = wandb.init(
             dir=str(workdir), project=project, id=run_id, resume="allow"
         )
@@ -170,7 +173,14 @@ class WandbWriter:
         self._run.finish()
 
 
-def _import_extra(package: str, extra: str) -> Any:
+def check_installed(extras: Iterable[str]) -> None:
+    """Raises for a writer whose package is not there, before a run folder is made."""
+    for extra in extras:
+        _import_extra(extra)
+
+
+def _import_extra(extra: str) -> Any:
+    package = EXTRAS[extra]
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

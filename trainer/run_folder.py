@@ -1,17 +1,19 @@
 """The folder of a run: who holds it, which config it was started with, its files."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .config_tree import Change, diff, format_diff
+from .config_tree import Change, diff, format_diff, read_run
 from .metrics import replace_text
 
 CONFIG_JSON, CONFIG_GIN = "config.json", "config.gin"
@@ -31,11 +33,7 @@ class RunFolder:
 
     def previous_values(self) -> dict[str, Any] | None:
         """The flat config the folder was started with; None for a new folder."""
-        file = self.path / CONFIG_JSON
-        if not file.exists():
-            return None
-        values = json.loads(file.read_text())["values"]
-        return {path: entry["value"] for path, entry in values.items()}
+        return read_run(self.path) if (self.path / CONFIG_JSON).exists() else None
 
     def check(
         self, values: Mapping[str, Any], *, free: tuple[str, ...], insist: bool
@@ -51,10 +49,13 @@ class RunFolder:
         changes = diff(previous, dict(values))
         hard = [change for change in changes if change.path.split(".")[0] not in free]
         if hard and not insist:
+            count = (
+                "1 value differs" if len(hard) == 1 else f"{len(hard)} values differ"
+            )
             raise ValueError(
-                f"{self.path} was started with another config ({len(hard)} values "
-                f"differ). Choose another --workdir, or pass --insist to continue it "
-                f"with the new values:\n{format_diff(hard)}"
+                f"run folder {self.path} was started with another config ({count}). "
+                f"Choose another --workdir, or pass --insist to continue it with the "
+                f"new values:\n{format_diff(hard)}"
             )
         return changes
 
@@ -70,6 +71,11 @@ class RunFolder:
         lock = self._take_lock()
         try:
             yield
+        except (OSError, ValueError) as error:
+            if not _is_full_disk(error):
+                raise
+            message = os.strerror(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, message, str(self.path)) from error
         finally:
             os.close(lock)  # closing releases the lock
 
@@ -78,9 +84,12 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
+            reason = error.strerror
+            if isinstance(error, FileExistsError | NotADirectoryError):
+                reason = "it is a file, or below one"
             raise ValueError(
-                f"run folder {self.path} cannot be written: {error.strerror}. Choose "
-                "another --workdir, or mend its permissions."
+                f"run folder {self.path} cannot be written: {reason}. Choose another "
+                "--workdir, or make this one a folder that you may write to."
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,13 +116,20 @@ class RunFolder:
             replace_text(self.path / name, text)
 
 
+def _is_full_disk(error: Exception) -> bool:
+    """Orbax reports a full disk as a ValueError that quotes the system's message."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOSPC
+    return os.strerror(errno.ENOSPC) in str(error)
+
+
 def environment(mesh_sizes: Mapping[str, int]) -> dict[str, Any]:
     """What the run runs on, for the report and for whoever asks later."""
     import jax
 
     device = jax.devices()[0]
     return {
-        "command": " ".join(["meshloom", *sys.argv[1:]]),
+        "command": shlex.join(["meshloom", *sys.argv[1:]]),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         **{name: metadata.version(name) for name in (*PACKAGES, "meshloom")},

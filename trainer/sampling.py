@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..sharding import Sharder, parse_plan
+from .config_tree import label
 
 if TYPE_CHECKING:
     from .train import Config
@@ -50,9 +51,9 @@ def _ready(config: "Config", prompt: str, num_tokens: int, shard: Sharder) -> An
     model, tokenizer = config.model, config.data.tokenizer()
     if tokenizer is None or not hasattr(model, "generate"):
         raise ValueError(
-            f"{type(model).__qualname__} with data {type(config.data).__name__} "
-            "cannot write text: the model needs a `generate` method and the data a "
-            "tokenizer. Leave sample_prompt unset."
+            f"{label(type(model))} with data {type(config.data).__name__} cannot "
+            "write text: the model needs a `generate` method and the data a tokenizer. "
+            "Train on text, or leave sample_prompt unset."
         )
     ids = tokenizer.encode(prompt)
     if len(ids) == 0:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ..sharding import Rules, Sharder, parse_plan
 from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.tree import human_bytes
+from . import sampling
 from . import step as step_lib
 from .data import Dataset
 from .state import Layout, State, plan_layout
@@ -88,7 +89,7 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
     layout = plan_layout(config.model, tx, rules, mesh)
     shard = Sharder(mesh, rules)
     train_data = config.data.open("train")
-    eval_data = config.data.open("eval") if config.eval_batches else None
+    eval_data = _held_out(config) if config.eval_batches else None
     batch = _abstract_batch(config, train_data, rules, mesh)
     shardings = layout.shardings(mesh)
     batch_shardings = {name: x.sharding for name, x in batch.items()}
@@ -116,7 +117,23 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
         config, mesh, rules, layout, train_data, eval_data, batch, step_fn, eval_fn
     )
     jax.eval_shape(step_fn, setup.abstract_state, setup.batch)
+    if config.sample_prompt is not None:
+        try:
+            sampling.check(config, config.sample_prompt, config.sample_tokens)
+        except ValueError as error:
+            raise ValueError(f"sample_prompt and sample_tokens: {error}") from error
     return setup
+
+
+def _held_out(config: "Config") -> Dataset:
+    data = config.data.open("eval")
+    if len(data) < config.batch_size:
+        raise ValueError(
+            f"the held-out split has {len(data)} examples, fewer than one batch of "
+            f"{config.batch_size}. Hold out more, make batches smaller, or set "
+            "eval_batches=0 to train without evaluation."
+        )
+    return data
 
 
 def _abstract_batch(
@@ -124,6 +141,8 @@ def _abstract_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch as shapes with shardings, from one example of the data."""
     axes = config.model.batch_axes()
+    whole = f"batch_size {config.batch_size}"
+    part = f"{whole} in {config.num_microbatches} microbatches"
     batch = {}
     for name, x in data[0].items():
         if name not in axes:
@@ -133,11 +152,21 @@ def _abstract_batch(
             )
         shape = (config.batch_size, *x.shape)
         dimensions = resolve_dimensions(
-            axes[name], shape, rules, mesh, name=f"batch/{name}", role="compute"
+            axes[name],
+            shape,
+            rules,
+            mesh,
+            name=f"{whole}, array {name!r}",
+            role="compute",
         )
         micro = (config.batch_size // config.num_microbatches, *x.shape)
         resolve_dimensions(
-            axes[name], micro, rules, mesh, name=f"microbatch/{name}", role="compute"
+            axes[name],
+            micro,
+            rules,
+            mesh,
+            name=f"{part}, array {name!r}",
+            role="compute",
         )
         sharding = NamedSharding(mesh, spec_of(dimensions))
         batch[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
@@ -146,8 +175,9 @@ def _abstract_batch(
 
 
 def _words(facts: Mapping[str, object]) -> str:
+    forms = {int: ",", float: ".4g"}
     return ", ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        f"{name} {format(value, forms.get(type(value), ''))}"
         for name, value in facts.items()
         if name != "digest"
     )

@@ -37,6 +37,13 @@ FREE_FIELDS = (
     "sample_tokens",
 )
 
+# The least value of each whole number; 0 steps or batches mean never.
+LEAST = (
+    (("batch_size", "num_steps", "num_microbatches", "log_every"), 1),
+    (("keep_checkpoints", "sample_tokens"), 1),
+    (("eval_every", "eval_batches", "save_every", "seed"), 0),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -47,8 +54,9 @@ class Config:
       plan: sharding plans joined with +, see meshloom.sharding.plans.
       num_microbatches: parts of the batch computed one after the other.
       max_grad_norm: gradients are scaled down to this global norm; None does not clip.
+      eval_every: steps between evaluations, one more at the end; 0 only there.
       eval_batches: batches of the held-out split in each evaluation; 0 for none.
-      save_every: steps between checkpoints; the last step is always saved.
+      save_every: steps between checkpoints, one more at the end; 0 only there.
       keep_checkpoints: how many of the newest are kept; None keeps all.
       writers: any of "tensorboard", "wandb", beside metrics.jsonl.
       sample_prompt: text to continue after training, where the model can generate.
@@ -75,16 +83,23 @@ class Config:
     sample_tokens: int = 256
 
     def __post_init__(self):
-        for name in ("batch_size", "num_steps", "num_microbatches", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.batch_size % self.num_microbatches:
+        for names, least in LEAST:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value < least:
+                    raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm must be positive, got {self.max_grad_norm}; None does "
+                "not clip"
+            )
+        if short := -self.batch_size % self.num_microbatches:
             raise ValueError(
                 f"batch_size {self.batch_size} is not divided by num_microbatches "
-                f"{self.num_microbatches}"
+                f"{self.num_microbatches}; {self.batch_size + short} would be"
             )
         parse_plan(self.plan)
-        if unknown := set(self.writers) - {"tensorboard", "wandb"}:
+        if unknown := set(self.writers) - set(metrics.EXTRAS):
             raise ValueError(
                 f"writers: {sorted(unknown)[0]!r} is unknown; there are 'tensorboard' "
                 "and 'wandb'"
@@ -110,6 +125,7 @@ def train(
     """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
+    metrics.check_installed(config.writers)
     setup = prepare(config)
     folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
     changes = folder.check(config_tree.flatten(config), free=FREE_FIELDS, insist=insist)
@@ -164,7 +180,7 @@ def _run(
         console,
         enabled=jax.process_index() == 0,
     )
-    built_in: list[loop.Hook] = [Save(config.save_every, checkpoints, progress)]
+    built_in: list[loop.Hook] = []
     if setup.eval_data is not None:
         built_in.append(
             Evaluate(
@@ -178,6 +194,8 @@ def _run(
                 writers,
             )
         )
+    # Last: a run killed right after it resumes here, and must lack no evaluation.
+    built_in.append(Save(config.save_every, checkpoints, progress))
     batches = device_batches(
         setup.train_data,
         Order(len(setup.train_data), config.seed),
