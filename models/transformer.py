@@ -5,7 +5,7 @@ Shape letters: B batch, L length, D width, V vocabulary (padded).
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,18 @@ from .lookup import lookup
 from .remat import Remat, rematerialize
 
 DType = Literal["float32", "bfloat16"]
+Norms = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned"]
+Activation = Literal["swiglu", "gelu"]
+CHOICES = {
+    "norm": get_args(Norms),
+    "positions": get_args(Positions),
+    "mlp": get_args(Activation),
+    "remat": get_args(Remat),
+    "attention": get_args(Implementation),
+    "param_dtype": get_args(DType),
+    "compute_dtype": get_args(DType),
+}
 SIZES = (
     "vocab_size",
     "num_layers",
@@ -55,11 +67,11 @@ class Config:
     max_length: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Norms = "rms"
     norm_epsilon: float = 1e-5
-    positions: Literal["rotary", "learned"] = "rotary"
+    positions: Positions = "rotary"
     rope_theta: float = 10_000.0
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    mlp: Activation = "swiglu"
     use_bias: bool = False
     tied_head: bool = False
     pad_vocab_to: int = 1
@@ -71,6 +83,12 @@ class Config:
     compute_dtype: DType = "bfloat16"
 
     def __post_init__(self):
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, got "
+                    f"{getattr(self, name)!r}"
+                )
         for name in SIZES:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -248,5 +266,5 @@ class Transformer(nnx.Module):
         )
         weights_BL = batch["weights"].astype(jnp.float32)
         nll, z = jnp.sum(nll_BL * weights_BL), jnp.sum(z_BL * weights_BL)
-        metrics = {"z_loss": z} if self.config.z_loss else {}
+        metrics = {"penalty": z} if self.config.z_loss else {}
         return nll + z, jnp.sum(weights_BL), metrics

@@ -3,8 +3,14 @@
 import os
 import pathlib
 
-import jax
-import pytest
+# Compiling takes most of the time of the tests, running little. Before jax is imported,
+# and for the processes that tests start too.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Compiled programs are kept between runs, also for the processes that tests start.
 CACHE = pathlib.Path(__file__).parents[1] / "build" / "test-cache"

@@ -286,7 +286,7 @@ def test_z_loss_is_added_and_reported():
     logits = np.asarray(logits_of(LLAMA, params, batch["inputs"]), np.float64)
     log_z = np.log(np.exp(logits).sum(-1))
     expected = 0.1 * (log_z**2 * batch["weights"]).sum()
-    np.testing.assert_allclose(others["z_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(others["penalty"], expected, rtol=1e-5)
     np.testing.assert_allclose(total, plain + expected, rtol=1e-5)
     assert weight == same_weight
 

@@ -77,7 +77,7 @@ class Evaluate:
                 total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         assert total is not None
         sums = {name: float(value) for name, value in jax.device_get(total).items()}
-        loss = sums["loss"] / max(sums["weight"], 1.0)
+        loss = (sums["loss"] - sums.get("penalty", 0.0)) / sums["weight"]
         row = {"step": step, "loss": loss, **self.dataset.loss_units(loss)}
         for writer in self.writers:
             writer.write("eval", [row])

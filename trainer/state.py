@@ -44,7 +44,11 @@ class Model(Protocol):
         ...
 
     def loss(self, params: Any, batch: dict[str, jax.Array], shard: Sharder) -> Any:
-        """(sum, weight, {name: other sum of the same weight}), all scalars."""
+        """(sum, weight, {name: other sum of the same weight}), all scalars.
+
+        A sum named `penalty` is the part of the loss that only guides training;
+        evaluation leaves it out.
+        """
         ...
 
     def model_flops(self, batch: dict[str, Any]) -> float:

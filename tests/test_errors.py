@@ -1,0 +1,499 @@
+"""Bad input: one line that says what to do, exit status 2, and nothing touched."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from meshloom.trainer import checkpoint, metrics
+from meshloom.trainer.cli import main
+
+TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder as `meshloom train` leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert main(train(folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """Folders of text: `none` is missing, the others are what their names say."""
+    root = tmp_path_factory.mktemp("corpora")
+    (root / "empty").mkdir()
+    for name, num_files, text in [("short", 8, "abc"), ("few", 30, "hello world " * 4)]:
+        (root / name).mkdir()
+        for number in range(num_files):
+            (root / name / f"{number}.txt").write_text(text)
+    return root
+
+
+def train(folder, *flags) -> list[str]:
+    flags = ("--steps", str(NUM_STEPS), *flags)
+    return ["train", "--config", TINY, "--workdir", str(folder), *flags]
+
+
+def text(path, *sets) -> list[str]:
+    """Flags that put a folder of text in the place of the synthetic data."""
+    sets = ("data=@data.Text()", f'data.path="{path}"', "data.length=16", *sets)
+    return [
+        flag for value in ("model.vocab_size=257", *sets) for flag in sets_of(value)
+    ]
+
+
+def sets_of(*values) -> list[str]:
+    return [flag for value in values for flag in ("--set", value)]
+
+
+def digest(folder: pathlib.Path) -> dict[str, tuple[str, int]]:
+    """What every file holds and when it was changed; folders too."""
+    found = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        content = path.read_bytes() if path.is_file() else b""
+        changed = path.stat().st_mtime_ns
+        found[str(path)] = (hashlib.sha256(content).hexdigest(), changed)
+    return found
+
+
+def refused(capfd, argv) -> str:
+    """The one line of stderr with which a command ends with status 2."""
+    capfd.readouterr()
+    assert main(argv) == 2
+    stderr = capfd.readouterr().err
+    assert stderr.startswith("meshloom: ") and stderr.endswith("\n"), stderr
+    assert stderr.count("\n") == 1, stderr
+    return stderr.removeprefix("meshloom: ").rstrip()
+
+
+FLAGS = {
+    "misspelled field": (
+        sets_of("model.num_layer=4"),
+        "--set model.num_layer=4: transformer.Config has no parameter 'num_layer'; "
+        "did you mean 'num_layers'?",
+    ),
+    "misspelled top-level field": (
+        sets_of("batchsize=4"),
+        "--set batchsize=4: 'batchsize' is no field of train.Config.* did you mean "
+        "'batch_size'?",
+    ),
+    "misspelled class": (
+        sets_of("transformer.Confg.num_layers=4"),
+        "transformer has no class 'Confg'; did you mean 'Config'?",
+    ),
+    "wrong type": (
+        sets_of("model.num_layers='four'"),
+        "transformer.Config.num_layers must be int, got str 'four'",
+    ),
+    "fraction for a count": (
+        sets_of("batch_size=1.5"),
+        "train.Config.batch_size must be int, got float 1.5",
+    ),
+    "string without quotes": (
+        sets_of("plan=data"),
+        "'data' is not a value; .*a string needs quotes: --set 'plan=\"data\"'",
+    ),
+    "unused binding": (
+        sets_of("optimizers.Lion.b1=0.5"),
+        "optimizers.Lion.b1 is never used: no @optimizers.Lion() is in the config; "
+        "refer to it, or remove the binding",
+    ),
+    "two givers of one value": (
+        sets_of("num_steps=4"),
+        "--steps and --set num_steps=4 both give num_steps; leave one of them out",
+    ),
+    "mesh too small": (
+        ["--mesh", "data=3"],
+        "mesh data=3 needs 3 devices, but there are 8. Change the axis sizes, or give "
+        "one axis size -1.",
+    ),
+    "mesh too large": (
+        ["--mesh", "data=4,fsdp=4"],
+        "mesh data=4,fsdp=4 needs 16 devices, but there are 8.",
+    ),
+    "axis that does not divide a dimension": (
+        ["--mesh", "tensor=8", *sets_of("model.num_heads=8", "model.vocab_size=65")],
+        "embedding: dimension 'vocab' of size 65 cannot be cut 8 ways (tensor=8, plan "
+        "tensor). Pad it to 72, use a mesh axis size that divides 65,",
+    ),
+    "batch that the mesh does not divide": (
+        sets_of("batch_size=12"),
+        "batch_size 12, array 'inputs': dimension 'batch' of size 12 cannot be cut 8 "
+        "ways (data=8, plan data). Pad it to 16,",
+    ),
+    "microbatches that do not divide the batch": (
+        sets_of("num_microbatches=3"),
+        "batch_size 16 is not divided by num_microbatches 3; 18 would be (batch_size "
+        "from .*tiny.gin:16, num_microbatches from --set num_microbatches=3)",
+    ),
+    "microbatch that the mesh does not divide": (
+        sets_of("num_microbatches=4"),
+        "batch_size 16 in 4 microbatches, array 'inputs': dimension 'batch' of size 4 "
+        "cannot be cut 8 ways (data=8, plan data). Pad it to 8,",
+    ),
+    "vocabulary larger than the model's": (
+        sets_of("data.vocab_size=65"),
+        "the data has a vocabulary of 65, but the model's vocab_size is 64. Raise "
+        "vocab_size to 65.",
+    ),
+    "sequence longer than the model takes": (
+        sets_of("data.length=64"),
+        "sequences have length 64, but the model's max_length is 32. Raise max_length "
+        "or shorten the data's length.",
+    ),
+    "hold-out smaller than a batch": (
+        sets_of("data.num_eval_examples=15"),
+        "the held-out split has 15 examples, fewer than one batch of 16. Hold out "
+        "more, make batches smaller, or set eval_batches=0",
+    ),
+    "mesh axis unknown": (
+        ["--mesh", "dta=8"],
+        "mesh 'dta=8': 'dta' is no mesh axis. Axes: replica, pipe, data, fsdp,",
+    ),
+    "mesh without a size": (
+        ["--mesh", "data"],
+        "mesh 'data': the size of 'data' must be a whole number, got ''. Write it as "
+        "data=4, or data=-1 for the rest.",
+    ),
+    "mesh size no number": (
+        ["--mesh", "data=all"],
+        "mesh 'data=all': the size of 'data' must be a whole number, got 'all'.",
+    ),
+    "mesh size zero": (
+        ["--mesh", "data=0"],
+        "mesh axis 'data' has size 0; give a positive whole number, or -1",
+    ),
+    "mesh with two open axes": (
+        ["--mesh", "data=-1,fsdp=-1"],
+        "only one axis may be -1, got ['data', 'fsdp']. Give the others their sizes.",
+    ),
+    "plan unknown": (
+        sets_of('plan="data+fdsp"'),
+        "plan 'data+fdsp': 'fdsp' is no plan. Plans: data, fsdp, zero1, tensor,",
+    ),
+    "writer unknown": (
+        sets_of('writers=("tensorbord",)'),
+        "writers: 'tensorbord' is unknown; there are 'tensorboard' and 'wandb'",
+    ),
+    "no checkpoint kept": (
+        sets_of("keep_checkpoints=0"),
+        "keep_checkpoints must be at least 1, got 0 (keep_checkpoints from --set",
+    ),
+    "interval below zero": (
+        sets_of("save_every=-5"),
+        "save_every must be at least 0, got -5",
+    ),
+    "sample from data without text": (
+        sets_of('sample_prompt="abc"'),
+        "sample_prompt and sample_tokens: transformer.Config with data Synthetic "
+        "cannot write text: .* Train on text, or leave sample_prompt unset.",
+    ),
+    "no devices": (["--cpu-devices", "0"], "--cpu-devices must be at least 1, got 0"),
+}
+
+
+def pattern(message: str) -> str:
+    """The message as a regular expression, in which only `.*` is special."""
+    return ".*".join(re.escape(part) for part in message.split(".*"))
+
+
+@pytest.mark.parametrize("what", FLAGS)
+def test_bad_flags(run, capfd, what):
+    flags, message = FLAGS[what]
+    before = digest(run)
+    assert re.search(pattern(message), refused(capfd, train(run, *flags)))
+    assert digest(run) == before
+
+
+DATA = {
+    "missing": (
+        "none",
+        [],
+        "no file or folder '.*none' (looked from .*). Correct the path, or create the "
+        "folder.",
+    ),
+    "empty": (
+        "empty",
+        [],
+        "no file matches '**/*' in the folder '.*empty'. Name a folder that holds text "
+        "files, or change the pattern.",
+    ),
+    "sequence longer than the data": (
+        "short",
+        ["data.holdout=0.5", "data.length=32"],
+        "split 'train': the split holds .* tokens, but one example of length 32 takes "
+        "33. The longest possible length is .*; lower it, or add data.",
+    ),
+    "nothing held out": (
+        "few",
+        ["data.holdout=0.0"],
+        "split 'eval' is empty: holdout=0.0 of 30 documents leaves none for it. Raise "
+        "holdout, or add documents.",
+    ),
+    "too little held out": (
+        "few",
+        ["data.holdout=0.05"],
+        "the held-out split has .* examples, fewer than one batch of 16.",
+    ),
+    "sample longer than the model takes": (
+        "few",
+        ["data.holdout=0.5", 'sample_prompt="hello"'],
+        "sample_prompt and sample_tokens: a prompt of 5 tokens and 256 new ones make "
+        "261, but the model's max_length is 32. Ask for at most 27 tokens.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DATA)
+def test_bad_data(run, corpora, capfd, what):
+    name, sets, message = DATA[what]
+    before = digest(run)
+    line = refused(capfd, train(run, *text(corpora / name), *sets_of(*sets)))
+    assert re.search(pattern(message), line), line
+    assert digest(run) == before
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "llama3_80b",
+            "config 'llama3_80b' is neither a file nor a shipped config; did you mean "
+            "'llama3_8b'?",
+        ),
+        (
+            "folder/mine.gin",
+            "config 'folder/mine.gin' is neither a file nor a shipped config; expected "
+            "one of: default, gpt2_124m,",
+        ),
+    ],
+)
+def test_missing_config(run, capfd, name, message):
+    before = digest(run)
+    line = refused(capfd, ["train", "--config", name, "--workdir", str(run)])
+    assert message in line
+    assert digest(run) == before
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (
+            "transformer.Config.num_layer = 4",
+            "tiny.gin:14: transformer.Config has no parameter 'num_layer'; did you "
+            "mean 'num_layers'?",
+        ),
+        ("optimizers.Lion.b1 = 0.5", "tiny.gin:14: optimizers.Lion.b1 is never used"),
+        ("num_layers = ", "tiny.gin:14: syntax error at "),
+    ],
+)
+def test_a_bad_line_of_a_file_is_named(run, tmp_path, capfd, line, message):
+    lines = pathlib.Path(TINY).read_text().splitlines()
+    place = next(i for i, each in enumerate(lines) if each.startswith("train.Config"))
+    lines.insert(place, line)
+    file = tmp_path / "tiny.gin"
+    file.write_text("\n".join(lines) + "\n")
+    before = digest(run)
+    found = refused(capfd, ["train", "--config", str(file), "--workdir", str(run)])
+    assert message.replace("14", str(place + 1)) in found
+    assert digest(run) == before
+
+
+def test_unwritable_folder(tmp_path, capfd):
+    """A file in the place of the folder: permissions do not bind root."""
+    file = tmp_path / "notes"
+    file.write_text("mine")
+    for folder in (file, file / "run"):
+        line = refused(capfd, train(folder))
+        assert line == (
+            f"run folder {folder} cannot be written: it is a file, or below one. "
+            "Choose another --workdir, or make this one a folder that you may write to."
+        )
+    assert file.read_text() == "mine"
+
+
+@contextlib.contextmanager
+def mounted(folder: pathlib.Path, options: str):
+    """A file system in memory, for as long as the test takes."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    subprocess.run(command, check=True, timeout=20)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=20)
+
+
+def test_read_only_disk(tmp_path, capfd):
+    with mounted(tmp_path / "disk", "ro") as disk:
+        line = refused(capfd, train(disk / "run"))
+    assert line.startswith(f"run folder {disk / 'run'} cannot be written: Read-only")
+
+
+def test_full_disk(tmp_path, capfd):
+    """The files fit, the first checkpoint does not."""
+    with mounted(tmp_path / "disk", "size=100k") as disk:
+        line = refused(capfd, train(disk / "run"))
+        assert checkpoint.committed_steps(disk / "run" / "checkpoints") == []
+    assert line == (
+        f"{disk / 'run'}: No space left on device. Free some space, then run the same "
+        "command again to continue"
+    )
+
+
+HOLDER = """
+import pathlib, sys, time
+from meshloom.trainer.run_folder import RunFolder
+with RunFolder(pathlib.Path(sys.argv[1])).claim():
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def holder(run):
+    """Another process that holds the run folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
+        process.stdout.close()
+
+
+def test_two_processes_in_one_folder(run, holder, capfd):
+    before = digest(run)
+    line = refused(capfd, train(run))
+    assert line == (
+        f"run folder {run} is in use by another process (process {holder.pid} on "
+        f"{os.uname().nodename}). Wait for it, end it, or choose another --workdir."
+    )
+    assert digest(run) == before
+    os.killpg(holder.pid, signal.SIGKILL)
+    holder.wait(timeout=20)
+    assert main(train(run)) == 0  # the lock dies with its process
+
+
+def test_folder_of_another_config(run, capfd):
+    before = digest(run)
+    flags = sets_of("seed=3", "schedule.peak=0.5")
+    assert main(train(run, *flags, "--mesh", "fsdp=8")) == 2
+    line, *changes = capfd.readouterr().err.splitlines()
+    assert line == (
+        f"meshloom: run folder {run} was started with another config (2 values "
+        "differ). Choose another --workdir, or pass --insist to continue it with the "
+        "new values:"
+    )
+    # The mesh may differ, and is no part of the reason.
+    assert changes == ["schedule.peak  0.01 -> 0.5", "seed           0 -> 3"]
+    assert digest(run) == before
+    assert main(train(run, *flags, "--dry-run")) == 2
+    assert digest(run) == before
+
+
+def test_insisting_and_what_is_free_to_change(run, capfd):
+    """Both are said; a finished run shows them without training."""
+    assert main(train(run, "--mesh", "fsdp=8", *sets_of('plan="data+fsdp"'))) == 0
+    output = capfd.readouterr().out
+    assert "Continued with other settings:" in output
+    assert re.search(r"mesh.data +-1 -> 1\n", output)
+    assert re.search(r"mesh.fsdp +1 -> 8\n", output)
+    assert re.search(r"plan +'data\+fsdp\+tensor' -> 'data\+fsdp'", output)
+    assert main(train(run, "--insist", *sets_of("schedule.peak=0.5"))) == 0
+    assert re.search(r"schedule.peak +0.01 -> 0.5", capfd.readouterr().out)
+    # The folder now belongs to the new config.
+    line = next(iter(capfd.readouterr().err.splitlines()), "")
+    assert line == ""
+    assert main(train(run)) == 2
+    assert "schedule.peak  0.5 -> 0.01" in capfd.readouterr().err
+    assert main(train(run, "--insist")) == 0
+
+
+def test_a_loss_that_is_no_number_is_never_saved(tmp_path, capfd):
+    flags = ["schedule.peak=1e30", "save_every=1", "keep_checkpoints=None"]
+    flags += ["eval_batches=0"]
+    argv = ["train", "--config", TINY, "--workdir", str(tmp_path), *sets_of(*flags)]
+    line = refused(capfd, argv)
+    match = re.fullmatch(
+        r"loss is (\S+) and the gradient's norm (\S+) at step (\d+), expected finite "
+        r"numbers\. No checkpoint of that step was written\. Lower the learning rate "
+        r"\(schedule\.peak\), clip gradients \(max_grad_norm\), or look at the data of "
+        r"that step\.",
+        line,
+    )
+    assert match and {match[1], match[2]} & {"nan", "inf"}
+    step = int(match[3])
+    assert 1 < step < 12
+    steps = checkpoint.committed_steps(tmp_path / "checkpoints")
+    assert steps == list(range(1, step))
+    rows = metrics.read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, step + 1))
+
+
+def test_a_damaged_record_of_the_config(run, capfd):
+    file = run / "config.json"
+    kept = file.read_text()
+    file.write_text(kept[: len(kept) // 2])
+    try:
+        before = digest(run)
+        line = refused(capfd, train(run))
+        assert line.startswith(f"{file} is not a recorded config; expected JSON")
+        assert digest(run) == before
+    finally:
+        file.write_text(kept)
+
+
+@pytest.mark.parametrize("missing", ["COORDINATOR", "NUM_PROCESSES", "PROCESS_ID"])
+def test_half_a_description_of_a_job(run, capfd, monkeypatch, missing):
+    given = {"COORDINATOR": "127.0.0.1:1", "NUM_PROCESSES": "1", "PROCESS_ID": "0"}
+    for name, value in given.items():
+        if name != missing:
+            monkeypatch.setenv(f"MESHLOOM_{name}", value)
+    before = digest(run)
+    line = refused(capfd, train(run))
+    assert f"MESHLOOM_{missing} is not set. Set all of MESHLOOM_COORDINATOR," in line
+    assert digest(run) == before
+
+
+def test_a_writer_that_is_not_installed(run, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    before = digest(run)
+    line = refused(capfd, train(run, *sets_of('writers=("tensorboard",)')))
+    assert line == (
+        "the tensorboard writer needs the package tensorboardX, which is not "
+        "installed; install it with: pip install 'meshloom[tensorboard]'"
+    )
+    assert digest(run) == before
+
+
+def test_our_own_defects_keep_their_traceback(monkeypatch, tmp_path):
+    """A ValueError from inside a library is not dressed up as the user's mistake."""
+    from meshloom.trainer import commands
+
+    monkeypatch.setattr(commands, "config_show", lambda args: int("x"))
+    monkeypatch.setitem(vars(commands), "__name__", "elsewhere")
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["config", "show"])
+
+
+def test_a_traceback_on_request(run, monkeypatch):
+    monkeypatch.setenv("MESHLOOM_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="is no mesh axis"):
+        main(train(run, "--mesh", "dta=8"))
