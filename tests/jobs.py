@@ -1,6 +1,6 @@
 """Jobs of several real processes on this machine, for tests; none is ever left behind.
 
-jax swallows SIGTERM, so a process here is ended by SIGKILL, and its whole group with it.
+jax swallows SIGTERM, so processes are ended by SIGKILL, each with its whole group.
 """
 
 import contextlib

@@ -6,10 +6,12 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -252,8 +254,6 @@ def test_a_killed_run_continues_bit_for_bit(config, straight, tmp_path):
 
 
 def kill_after_step_six(config, folder, tmp_path):
-    import pickle
-
     pickled = tmp_path / "config.pickle"
     pickled.write_bytes(pickle.dumps(config))
     process = subprocess.Popen(
@@ -263,8 +263,8 @@ def kill_after_step_six(config, folder, tmp_path):
         start_new_session=True,
     )
     assert process.stdout is not None
-    watchdog = signal.signal(signal.SIGALRM, lambda *_: process.kill())
-    signal.alarm(200)
+    watchdog = threading.Timer(200, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
     try:
         for line in process.stdout:
             if line == "asleep\n":
@@ -275,8 +275,7 @@ def kill_after_step_six(config, folder, tmp_path):
             assert process.poll() is None
             time.sleep(0.05)
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, watchdog)
+        watchdog.cancel()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=20)
         process.stdout.close()

@@ -1,6 +1,9 @@
 """Joining a job of several processes: loudly, or not at all."""
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
 
 NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
 
@@ -21,19 +24,88 @@ def initialize() -> None:
             f"this is a process of a larger job, but {', '.join(missing)} is not set. "
             f"Set all of MESHLOOM_{', MESHLOOM_'.join(NAMES)}, or none to train alone."
         )
-    numbers = {}
+    coordinator = given["COORDINATOR"]
+    count, number = _numbers(given)
+    import jax
+
+    jax.distributed.initialize(coordinator, count, number)
+    if jax.process_count() != count:
+        raise ValueError(f"expected {count} processes, got {jax.process_count()}")
+    if count > 1 and jax.default_backend() == "cpu":
+        # Only process 0 would find its programs there. It would run ahead of those that
+        # compile, and gloo waits no longer than 30 s for a group's other members.
+        jax.config.update("jax_enable_compilation_cache", False)
+    # The group of all is made while all are here; later it may wait as long as it must.
+    wait_for_all("joined")
+
+
+def _numbers(given: dict[str, str]) -> tuple[int, int]:
+    """(number of processes, number of this one), checked."""
+    host, _, port = given["COORDINATOR"].rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"MESHLOOM_COORDINATOR is {given['COORDINATOR']!r}; expected host:port of "
+            "process 0, for instance 10.0.0.1:1234"
+        )
     for name in NAMES[1:]:
         if not given[name].isdigit():
             raise ValueError(
                 f"MESHLOOM_{name} must be a whole number, got {given[name]!r}"
             )
-        numbers[name] = int(given[name])
-    import jax
-
-    jax.distributed.initialize(
-        given["COORDINATOR"], numbers["NUM_PROCESSES"], numbers["PROCESS_ID"]
-    )
-    if jax.process_count() != numbers["NUM_PROCESSES"]:
+    count, number = int(given["NUM_PROCESSES"]), int(given["PROCESS_ID"])
+    if number >= count:
         raise ValueError(
-            f"expected {numbers['NUM_PROCESSES']} processes, got {jax.process_count()}"
+            f"MESHLOOM_PROCESS_ID is {number}, but MESHLOOM_NUM_PROCESSES is {count}: "
+            f"expected 0 to {count - 1}. Number the processes from 0."
         )
+    return count, number
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """A block that ends well in every process of the job, or with an error in each.
+
+    A process that gives up alone leaves the others waiting in their next collective.
+    Every process must come here, and the block must hold no collective of its own.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failed = [p for p, flag in enumerate(_gather(error is not None)) if flag]
+    if error is not None:
+        raise error
+    if failed:
+        raise ValueError(
+            f"process {failed[0]} of this job cannot start; it says why. Mend that and "
+            "start all processes again."
+        )
+
+
+def agree(what: str, value: int) -> int:
+    """Returns `value`, which must be the same in every process of the job."""
+    values = _gather(value)
+    if len(set(values)) > 1:
+        found = ", ".join(f"{v} in process {p}" for p, v in enumerate(values))
+        raise ValueError(
+            f"the processes of this job differ in {what}: {found}. Start all with the "
+            "same command, and let them see the same run folder and data."
+        )
+    return value
+
+
+def wait_for_all(where: str) -> None:
+    """Returns once every process of the job has come here."""
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(where)
+
+
+def _gather(value: Any) -> list[int]:
+    """The value (31 bits at most) of each process, by its number."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    values = multihost_utils.process_allgather(np.int32(value))
+    return np.atleast_1d(np.asarray(values)).ravel().tolist()

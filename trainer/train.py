@@ -1,5 +1,6 @@
 """Training, from a config to a trained state, in the order things come to exist."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ import jax
 from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
-from . import config_tree, loop, metrics, sampling
+from . import config_tree, distributed, loop, metrics, sampling
 from .checkpoint import Checkpoints, latest_step
 from .data import Order, Source, device_batches
 from .hooks import Evaluate, Recorder, Save
@@ -125,11 +126,15 @@ def train(
     """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
-    metrics.check_installed(config.writers)
-    setup = prepare(config)
-    folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
-    changes = folder.check(config_tree.flatten(config), free=FREE_FIELDS, insist=insist)
-    with folder.claim():
+    distributed.agree("config digest", int(config_tree.digest(config)[:7], 16))
+    with contextlib.ExitStack() as held:
+        with distributed.all_or_none():
+            metrics.check_installed(config.writers)
+            setup = prepare(config)
+            folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
+            values = config_tree.flatten(config)
+            changes = folder.check(values, free=FREE_FIELDS, insist=insist)
+            held.enter_context(folder.claim())
         folder.write_config(config_tree.to_json(config, origins or {}), config_text)
         folder.write_json("environment.json", environment(setup.layout.params.mesh))
         folder.write_json("sharding.json", setup.layout.params.to_json())
@@ -139,7 +144,7 @@ def train(
         if changes:
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
-        start = latest_step(folder.checkpoints) or 0
+        start = distributed.agree("step", latest_step(folder.checkpoints) or 0)
         checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
         try:
             if start:
@@ -169,6 +174,7 @@ def _run(
     config = setup.config
     console.print("Compiling the train step ...")
     step_fn = setup.compile()
+    distributed.wait_for_all("compiled")
     tokens_per_step = setup.train_data.tokens_per_example * config.batch_size
     writers = _writers(config, folder, start)
     progress = Progress(

@@ -1,0 +1,110 @@
+"""What the trainer's loop costs: its tokens/s against a bare loop of the same step.
+
+    python benchmarks/overhead.py [--config default] [--rounds 6] [--steps 20]
+
+Both run the same compiled step in one process and take turns. The trainer's loop reads
+data, fetches and writes metrics and shows progress; the bare loop feeds one batch that
+is already on the device and waits at its end only.
+"""
+
+import argparse
+import io
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from meshloom.trainer import config_files, data, loop, metrics, setup, train
+from meshloom.trainer.hooks import Recorder
+from meshloom.trainer.progress import Progress
+
+
+def bare(step_fn, state, batch, num_steps: int):
+    for _ in range(num_steps):
+        state, figures = step_fn(state, batch)
+    return jax.block_until_ready(state)
+
+
+def ours(prepared: setup.Setup, step_fn, state, start: int, num_steps: int, out: Path):
+    config = prepared.config
+    tokens = prepared.train_data.tokens_per_example * config.batch_size
+    # A terminal that goes nowhere, so that the live bar is drawn for real.
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    flops = config.model.model_flops(prepared.batch)
+    progress = Progress(start + num_steps, start, tokens, flops, None, console)
+    batches = data.device_batches(
+        prepared.train_data,
+        data.Order(len(prepared.train_data), config.seed),
+        batch_size=config.batch_size,
+        shardings=prepared.batch_shardings,
+        start=start,
+        stop=start + num_steps,
+    )
+    with progress, batches:
+        state = loop.run(
+            step_fn,
+            state,
+            batches,
+            start=start,
+            num_steps=start + num_steps,
+            record=Recorder(progress, [metrics.FileWriter(out)], tokens),
+            record_every=config.log_every,
+        )
+    return jax.block_until_ready(state)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="default")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    config = config_files.load([args.config], args.set, root=train.Config).config
+    prepared = setup.prepare(config)
+    step_fn = prepared.compile()
+    state = prepared.layout.create(jax.random.key(0), prepared.mesh)
+    with data.device_batches(
+        prepared.train_data,
+        data.Order(len(prepared.train_data)),
+        batch_size=config.batch_size,
+        shardings=prepared.batch_shardings,
+        start=0,
+        stop=1,
+    ) as batches:
+        batch = next(batches)
+    state = bare(step_fn, state, batch, 2)
+    seconds: dict[str, list[float]] = {"bare": [], "ours": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(args.rounds):
+            begin = time.perf_counter()
+            state = bare(step_fn, state, batch, args.steps)
+            middle = time.perf_counter()
+            start = i * args.steps
+            state = ours(prepared, step_fn, state, start, args.steps, Path(folder))
+            seconds["bare"].append(middle - begin)
+            seconds["ours"].append(time.perf_counter() - middle)
+    pairs = zip(seconds["bare"], seconds["ours"], strict=True)
+    tokens = prepared.train_data.tokens_per_example * config.batch_size * args.steps
+    result = {
+        "config": args.config,
+        "devices": jax.device_count(),
+        "rounds": args.rounds,
+        "steps_a_round": args.steps,
+        "tokens_per_s": {
+            name: round(tokens / statistics.median(values))
+            for name, values in seconds.items()
+        },
+        "share_of_bare_speed": round(
+            statistics.median(theirs / mine for theirs, mine in pairs), 4
+        ),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

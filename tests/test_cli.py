@@ -1,0 +1,416 @@
+"""The command line: its flags, its speed, and each subcommand from end to end."""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshloom.trainer import cli, metrics
+from meshloom.trainer.cli import main
+
+TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
+COMMAND = str(pathlib.Path(sys.executable).with_name("meshloom"))
+
+# A new flag is a decision: most settings belong into the config (--set).
+CONFIG_FLAGS = {"--config", "--set", "--mesh"}
+FLAGS = {
+    "train": CONFIG_FLAGS
+    | {"--workdir", "--steps", "--cpu-devices", "--dry-run", "--insist"},
+    "explain": CONFIG_FLAGS | {"--json", "--against"},
+    "config show": CONFIG_FLAGS,
+    "config diff": {"A", "B"},
+    "data build": {"--input", "--output", "--tokenizer", "--shard-size"},
+    "generate": {"RUN", "--prompt", "--tokens", "--temperature", "--top-k"}
+    | {"--seed", "--step"},
+    "report": {"RUN", "--output"},
+}
+HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
+
+
+def command(*argv, timeout=120, env=None) -> subprocess.CompletedProcess:
+    """Runs the installed command; it and its children are killed after `timeout`."""
+    process = subprocess.Popen(
+        [COMMAND, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **(env or {})},
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+def output(capsys, *argv) -> str:
+    """What a command that succeeds in this process prints."""
+    capsys.readouterr()
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *argv) -> str:
+    capsys.readouterr()
+    assert main(list(argv)) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1, stderr
+    return stderr.removeprefix("meshloom: ").rstrip()
+
+
+def subcommands(parser, path=()):
+    """Yields (name, parser) of every command that does something."""
+    nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not nested:
+        yield " ".join(path), parser
+    for action in nested:
+        for name, child in action.choices.items():
+            yield from subcommands(child, (*path, name))
+
+
+# Flags, help and wrong arguments.
+
+
+def test_flags_are_pinned():
+    found = {
+        name: {
+            (action.option_strings or [action.metavar])[0]
+            for action in parser._actions
+            if not isinstance(action, argparse._HelpAction)
+        }
+        for name, parser in subcommands(cli._parser())
+    }
+    assert found == FLAGS
+
+
+def test_flags_cannot_be_shortened(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--dry"])
+    assert "unrecognized arguments: --dry" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, status",
+    [
+        ("--help", 0),
+        ("train --help", 0),
+        ("trian", 2),
+        ("train --stepz 3", 2),
+        ("train --steps many", 2),
+        ("", 2),
+    ],
+)
+def test_help_and_wrong_arguments_answer_at_once(argv, status):
+    # The quickest of three: the machine may be busy with other tests.
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = command(*argv.split(), timeout=20)
+        times.append(time.perf_counter() - start)
+        if times[-1] < 0.5:
+            break
+    assert min(times) < 0.5
+    assert result.returncode == status
+    if status:
+        assert re.fullmatch(r"meshloom.*: .*; see meshloom.* --help\n", result.stderr)
+    else:
+        assert "--" in result.stdout and not result.stderr
+
+
+def test_wrong_arguments_are_named():
+    assert "argument --steps: invalid int value: 'many'" in (
+        command("train", "--steps", "many", timeout=20).stderr
+    )
+    stderr = command("trian", timeout=20).stderr
+    assert "invalid choice: 'trian' (choose from 'train', 'explain'" in stderr
+    assert "not allowed with argument --json" in (
+        command("explain", "--json", "--against", "data=2", timeout=20).stderr
+    )
+
+
+@pytest.mark.parametrize("argv", ["--help", "train --help", "train --stepz 3", "-"])
+def test_parsing_imports_nothing_heavy(argv):
+    program = (
+        "import sys\n"
+        "from meshloom.trainer import cli\n"
+        "try:\n"
+        f"    cli._parser().parse_args({argv.split()!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    imported = result.stderr.splitlines()[-1]
+    assert "'argparse'" in imported
+    assert [name for name in HEAVY if f"'{name}'" in imported] == []
+
+
+# train and config.
+
+
+def test_without_arguments_the_default_is_trained(tmp_path):
+    """A real process, from a folder of its own; --dry-run touches nothing."""
+    result = subprocess.run(
+        [COMMAND, "train", "--dry-run", "--cpu-devices", "4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "No accelerator found or asked for: training on the CPU"
+    assert lines[1].startswith("4 cpu device(s) in 1 process(es), mesh data=4")
+    assert "source Text, path stdlib" in result.stdout
+    assert lines[-1] == "Dry run: everything checked, nothing written or trained."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_reach_the_config(capsys):
+    shown = output(
+        capsys, "train", "--config", TINY, "--mesh", "fsdp=4,tensor=2", "--dry-run"
+    )
+    assert "mesh fsdp=4, tensor=2, plan data+fsdp+tensor" in shown
+    assert "whole on every device" in shown
+
+
+def values(text: str) -> dict[str, tuple[str, str]]:
+    """{path: (value, origin)} of what `config show` prints."""
+    rows = (re.fullmatch(r"(\S+) += (.*?) +# (.+)", line) for line in text.splitlines())
+    return {row[1]: (row[2], row[3]) for row in rows if row}
+
+
+def test_config_show_gives_every_origin(capsys, tmp_path):
+    second = tmp_path / "second.gin"
+    second.write_text(
+        "from meshloom.models import transformer\ntransformer.Config.num_layers = 3\n"
+    )
+    sets = ["model.d_ff=128", "transformer.Config.max_length=64"]
+    found = values(
+        output(
+            capsys,
+            *("config", "show", "--config", TINY, "--config", str(second)),
+            *("--set", sets[0], "--set", sets[1], "--mesh", "data=2,fsdp=4"),
+        )
+    )
+    assert found["model"] == ("transformer.Config", f"{TINY}:11")
+    assert found["model.num_heads"] == ("4", f"{TINY}:28")
+    assert found["model.num_layers"] == ("3", f"{second}:2")
+    assert found["model.d_ff"] == ("128", f"--set {sets[0]}")
+    assert found["model.max_length"] == ("64", f"--set {sets[1]}")
+    assert found["model.norm"] == ("'rms'", "default")
+    assert found["mesh.fsdp"] == ("4", "--mesh")
+    assert found["mesh.data"] == ("2", "--mesh")
+
+
+def test_config_diff(capsys, run):
+    shown = output(capsys, "config", "diff", "default", "gpt2_124m")
+    assert re.search(r"model.num_layers +4 -> 12\n", shown)
+    assert output(capsys, "config", "diff", "default", "default") == "No difference.\n"
+    with_run = output(capsys, "config", "diff", TINY, str(run))
+    assert re.search(r"data +'sources.Synthetic' -> 'sources.ArrayRecords'", with_run)
+    assert "did you mean 'default'?" in refused(
+        capsys, "config", "diff", "default", "defalt"
+    )
+
+
+# explain.
+
+
+def test_explain(capsys):
+    shown = output(capsys, "explain", "--config", TINY, "--mesh", "fsdp=4,tensor=2")
+    row = next(line for line in shown.splitlines() if "mlp/down" in line)
+    assert "2x64x32" in row and "(-, tensor, fsdp)" in row
+    assert "mlp over tensor by tensor" in row
+    for title in ("parameters ", "bytes per device ", "whole on every device "):
+        assert any(line.startswith(title) for line in shown.splitlines())
+    assert re.search(r"optimizer state: \S+ KiB, \S+ KiB a device", shown)
+
+
+def test_explain_as_json(capsys):
+    argv = ("explain", "--config", TINY, "--mesh", "fsdp=4,tensor=2", "--json")
+    document = json.loads(output(capsys, *argv))
+    down = next(a for a in document["arrays"] if a["path"] == "blocks/mlp/down")
+    assert down["shape"] == [2, 64, 32] and down["spec"] == [None, "tensor", "fsdp"]
+    assert down["bytes"] == 8 * down["bytes_per_device"] and down["ways"] == 8
+
+
+def test_explain_against_another_mesh(capsys):
+    argv = ("explain", "--config", TINY, "--mesh", "data=8", "--against")
+    shown = output(capsys, *argv, "fsdp=8")
+    assert re.search(r"~ blocks/mlp/down: \(-, -, fsdp\) .* -> \(-, -, -\)", shown)
+    assert output(capsys, *argv, "data=4") == "No difference.\n"
+
+
+def test_explain_of_70_billion_without_the_devices():
+    start = time.perf_counter()
+    result = command("explain", "--config", "llama3_70b", "--mesh", "fsdp=64,tensor=4")
+    assert result.returncode == 0, result.stderr
+    assert "70,553,706,496 in 9 arrays" in result.stdout
+    assert re.search(r"bytes +262.8 GiB", result.stdout)
+    assert re.search(r"bytes per device +1.0 GiB", result.stdout)
+    assert time.perf_counter() - start < 60  # seconds on a quiet laptop
+
+
+def test_a_closed_pipe_is_no_error():
+    program = f"{COMMAND} explain --json --config {TINY} --mesh data=8 | head -n 1"
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.stdout, result.stderr) == ("{\n", "")
+    assert result.returncode in (0, cli.PIPE_CLOSED)  # it may have been quick enough
+
+
+# data build, train, generate, report: one after the other.
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """What `meshloom data build` makes of some text."""
+    root = tmp_path_factory.mktemp("corpus")
+    (root / "text").mkdir()
+    for number in range(40):
+        (root / "text" / f"{number}.txt").write_text(f"abc {number} abcabc " * 12)
+    argv = ["data", "build", "--input", str(root / "text"), "--shard-size", "4000"]
+    assert main([*argv, "--output", str(root / "built")]) == 0
+    return root / "built"
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """A run on that corpus, by the command itself."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    sets = ["data=@data.ArrayRecords()", f'data.path="{corpus}"', "data.length=16"]
+    sets += ["data.holdout=0.25", "model.vocab_size=257"]
+    result = command(
+        *("train", "--config", TINY, "--workdir", str(folder), "--steps", "8"),
+        *(flag for value in sets for flag in ("--set", value)),
+        *("--mesh", "fsdp=2", "--cpu-devices", "2"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 cpu device(s) in 1 process(es), mesh fsdp=2" in result.stdout
+    assert "source ArrayRecords" in result.stdout
+    assert f"Report: {folder / 'report.html'}" in result.stdout
+    return folder
+
+
+def test_data_build(corpus, capsys):
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    assert manifest["documents"] == 40 and len(manifest["shards"]) > 1
+    source = str(corpus.parent / "text")
+    argv = ("data", "build", "--input", source, "--output", str(corpus))
+    again = output(capsys, *argv, "--shard-size", "4000")
+    assert again.startswith(f"{corpus}: 40 documents, {manifest['tokens']} tokens")
+    assert "holds a build of something else: num_shards is" in refused(capsys, *argv)
+
+
+def test_a_corpus_can_be_trained_on(run):
+    rows = metrics.read(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    (last,) = [row for row in metrics.read(run / "eval.jsonl") if row["step"] == 8]
+    assert last["bits_per_byte"] > 0
+
+
+def test_config_gin_of_a_run_is_a_config(run, capsys):
+    shown = output(capsys, "config", "diff", str(run / "config.gin"), str(run))
+    assert shown == "No difference.\n"
+    found = values(
+        output(capsys, "config", "show", "--config", str(run / "config.gin"))
+    )
+    assert found["num_steps"][0] == "8" and found["mesh.fsdp"][0] == "2"
+
+
+def test_the_run_remembers_its_command(run):
+    environment = json.loads((run / "environment.json").read_text())
+    # As one would paste it into a shell.
+    assert "meshloom train --config " in environment["command"]
+    assert "'data=@data.ArrayRecords()'" in environment["command"]
+
+
+def test_generate(run, capsys):
+    argv = ("generate", str(run), "--prompt", "abc", "--tokens", "12")
+    likeliest = output(capsys, *argv, "--temperature", "0")
+    assert likeliest.startswith("abc") and len(likeliest) > len("abc\n")
+    assert output(capsys, *argv, "--temperature", "0") == likeliest
+    first = output(capsys, *argv, "--seed", "1", "--top-k", "20")
+    assert output(capsys, *argv, "--seed", "1", "--top-k", "20") == first
+    assert output(capsys, *argv, "--seed", "2", "--top-k", "20") != first
+    older = output(capsys, *argv, "--temperature", "0", "--step", "4")
+    assert older.startswith("abc")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--prompt", ""], "the prompt is empty; give at least one character"),
+        (
+            ["--prompt", "abc", "--tokens", "30"],
+            "a prompt of 3 tokens and 30 new ones make 33, but the model's max_length "
+            "is 32. Ask for at most 29 tokens.",
+        ),
+        (
+            ["--prompt", "abc" * 11, "--tokens", "1"],
+            "a prompt of 33 tokens and 1 new ones make 34, but the model's max_length "
+            "is 32. Shorten the prompt.",
+        ),
+        (["--prompt", "a", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (
+            ["--prompt", "a", "--step", "5", "--tokens", "4"],
+            "has no checkpoint of step 5; it has 4, 8. Give --step one of these, or "
+            "leave it out.",
+        ),
+        (
+            ["--prompt", "a", "--tokens", "4", "--temperature", "-1"],
+            "temperature is -1.0; expected a positive number, or 0",
+        ),
+        (
+            ["--prompt", "a", "--tokens", "4", "--top-k", "0"],
+            "top_k is 0; expected 1 to 257 tokens",
+        ),
+    ],
+)
+def test_generate_refuses(run, capsys, flags, message):
+    assert message in refused(capsys, "generate", str(run), *flags)
+
+
+def test_generate_wants_a_run_folder(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "none"):
+        assert refused(capsys, "generate", str(folder), "--prompt", "a") == (
+            f"{folder} holds no trained model: expected config.gin and a checkpoint. "
+            "Name the folder of a run that has saved one."
+        )
+
+
+def test_report(run, tmp_path, capsys):
+    path = tmp_path / "mine.html"
+    shown = output(capsys, "report", str(run), "--output", str(path))
+    assert shown == f"{path}\n"
+    assert "<svg" in path.read_text()
+    assert output(capsys, "report", str(run)) == f"{run / 'report.html'}\n"
+    assert "it is not there" in refused(capsys, "report", str(tmp_path / "none"))
+    assert "no metrics.jsonl" in refused(capsys, "report", str(tmp_path))
+
+
+def test_ctrl_c_ends_quietly(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_report", interrupt)
+    assert main(["report", "run"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "meshloom: interrupted\n"
