@@ -1,11 +1,14 @@
-"""What a process of a job saw: the examples it read and the pieces of arrays it held.
+"""What a process of a job saw: examples it read, pieces it held, files it wrote.
 
 Run as a program, it is the command `meshloom` with a hook of its own. Each process
 writes into the folder RECORDING_FOLDER, into files that carry its number.
 """
 
 import dataclasses
+import errno
 import functools
+import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -23,9 +26,10 @@ def folder() -> Path:
 class Recorded:
     """A dataset that notes in a file which examples it was asked for."""
 
-    def __init__(self, dataset: data.Dataset, file: Path):
+    def __init__(self, dataset: data.Dataset, file: Path, num_readable: float):
         self._dataset = dataset
         self._file = file
+        self._num_readable = num_readable
 
     def __getattr__(self, name):
         return getattr(self._dataset, name)
@@ -34,6 +38,9 @@ class Recorded:
         return len(self._dataset)
 
     def __getitem__(self, i: int):
+        self._num_readable -= 1
+        if self._num_readable < 0:
+            raise OSError(errno.EIO, "Input/output error", "disk")
         with open(self._file, "a") as file:
             file.write(f"{i}\n")
         return self._dataset[i]
@@ -41,39 +48,55 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text(data.Text):
-    """Text files; what a process reads of each split is noted."""
+    """Text files; what a process reads of each split is noted.
+
+    Attributes:
+      broken_in: the process that can read no more than 100 examples.
+    """
+
+    broken_in: int | None = None
 
     def open(self, split):
-        file = folder() / f"{split}-{jax.process_index()}.txt"
-        return Recorded(super().open(split), file)
+        process = jax.process_index()
+        file = folder() / f"{split}-{process}.txt"
+        num_readable = 100 if process == self.broken_in else math.inf
+        return Recorded(super().open(split), file, num_readable)
 
 
 @dataclasses.dataclass
 class Pieces:
-    """Keeps this process's pieces of the state after the first step.
-
-    The learning rate of the first update is 0, so the parameters are the initial ones.
-    """
+    """Keeps this process's pieces of the state after its first step and its last."""
 
     every: int = 1
 
     def __call__(self, step: int, state) -> None:
-        if step != 1:
-            return
         self.every = 0
         pieces = {}
         for path, array in jax.tree.flatten_with_path(state)[0]:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
             for shard in array.addressable_shards:
-                name = f"{jax.tree_util.keystr(path, simple=True, separator='/')}"
-                where = str([s.indices(n)[:2] for s, n in _dims(shard, array)])
+                sizes = zip(shard.index, array.shape, strict=True)
+                where = json.dumps([cut.indices(size)[:2] for cut, size in sizes])
                 pieces[f"{name}|{shard.device.id}|{where}"] = np.asarray(shard.data)
-        np.savez(folder() / f"pieces-{jax.process_index()}.npz", **pieces)
+        np.savez(folder() / f"pieces-{step}-{jax.process_index()}.npz", **pieces)
 
 
-def _dims(shard, array):
-    return zip(shard.index, array.shape, strict=True)
+def note_files(event: str, args: tuple) -> None:
+    """Notes each file that Python opens to write, and each that it moves."""
+    if event == "open" and isinstance(args[0], str | bytes | Path):
+        path, writes = args[0], args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    elif event == "os.rename":
+        path, writes = args[1], True
+    else:
+        return
+    path = os.path.abspath(os.fsdecode(path))
+    if writes and not path.startswith(str(folder())):
+        number = os.environ.get("MESHLOOM_PROCESS_ID", "0")
+        with open(folder() / f"written-{number}.txt", "a") as file:
+            file.write(f"{path}\n")
 
 
 if __name__ == "__main__":
+    sys.addaudithook(note_files)
     train.train = functools.partial(train.train, hooks=[Pieces()])
     sys.exit(cli.main())

@@ -1,17 +1,12 @@
 """Bad input: one line that says what to do, exit status 2, and nothing touched."""
 
-import contextlib
 import hashlib
-import os
 import pathlib
 import re
-import signal
-import subprocess
 import sys
 
 import pytest
 
-from meshloom.trainer import checkpoint, metrics
 from meshloom.trainer.cli import main
 
 TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
@@ -306,158 +301,6 @@ def test_a_bad_line_of_a_file_is_named(run, tmp_path, capfd, line, message):
     found = refused(capfd, ["train", "--config", str(file), "--workdir", str(run)])
     assert message.replace("14", str(place + 1)) in found
     assert digest(run) == before
-
-
-def test_unwritable_folder(tmp_path, capfd):
-    """A file in the place of the folder: permissions do not bind root."""
-    file = tmp_path / "notes"
-    file.write_text("mine")
-    for folder in (file, file / "run"):
-        line = refused(capfd, train(folder))
-        assert line == (
-            f"run folder {folder} cannot be written: it is a file, or below one. "
-            "Choose another --workdir, or make this one a folder that you may write to."
-        )
-    assert file.read_text() == "mine"
-
-
-@contextlib.contextmanager
-def mounted(folder: pathlib.Path, options: str):
-    """A file system in memory, for as long as the test takes."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    subprocess.run(command, check=True, timeout=20)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=20)
-
-
-def test_read_only_disk(tmp_path, capfd):
-    with mounted(tmp_path / "disk", "ro") as disk:
-        line = refused(capfd, train(disk / "run"))
-    assert line.startswith(f"run folder {disk / 'run'} cannot be written: Read-only")
-
-
-def test_full_disk(tmp_path, capfd):
-    """The files fit, the first checkpoint does not."""
-    with mounted(tmp_path / "disk", "size=100k") as disk:
-        line = refused(capfd, train(disk / "run"))
-        assert checkpoint.committed_steps(disk / "run" / "checkpoints") == []
-    assert line == (
-        f"{disk / 'run'}: No space left on device. Free some space, then run the same "
-        "command again to continue"
-    )
-
-
-HOLDER = """
-import pathlib, sys, time
-from meshloom.trainer.run_folder import RunFolder
-with RunFolder(pathlib.Path(sys.argv[1])).claim():
-    print("held", flush=True)
-    time.sleep(120)
-"""
-
-
-@pytest.fixture
-def holder(run):
-    """Another process that holds the run folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run)],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"held\n"
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=20)
-        process.stdout.close()
-
-
-def test_two_processes_in_one_folder(run, holder, capfd):
-    before = digest(run)
-    line = refused(capfd, train(run))
-    assert line == (
-        f"run folder {run} is in use by another process (process {holder.pid} on "
-        f"{os.uname().nodename}). Wait for it, end it, or choose another --workdir."
-    )
-    assert digest(run) == before
-    os.killpg(holder.pid, signal.SIGKILL)
-    holder.wait(timeout=20)
-    assert main(train(run)) == 0  # the lock dies with its process
-
-
-def test_folder_of_another_config(run, capfd):
-    before = digest(run)
-    flags = sets_of("seed=3", "schedule.peak=0.5")
-    assert main(train(run, *flags, "--mesh", "fsdp=8")) == 2
-    line, *changes = capfd.readouterr().err.splitlines()
-    assert line == (
-        f"meshloom: run folder {run} was started with another config (2 values "
-        "differ). Choose another --workdir, or pass --insist to continue it with the "
-        "new values:"
-    )
-    # The mesh may differ, and is no part of the reason.
-    assert changes == ["schedule.peak  0.01 -> 0.5", "seed           0 -> 3"]
-    assert digest(run) == before
-    assert main(train(run, *flags, "--dry-run")) == 2
-    assert digest(run) == before
-
-
-def test_insisting_and_what_is_free_to_change(run, capfd):
-    """Both are said; a finished run shows them without training."""
-    assert main(train(run, "--mesh", "fsdp=8", *sets_of('plan="data+fsdp"'))) == 0
-    output = capfd.readouterr().out
-    assert "Continued with other settings:" in output
-    assert re.search(r"mesh.data +-1 -> 1\n", output)
-    assert re.search(r"mesh.fsdp +1 -> 8\n", output)
-    assert re.search(r"plan +'data\+fsdp\+tensor' -> 'data\+fsdp'", output)
-    assert main(train(run, "--insist", *sets_of("schedule.peak=0.5"))) == 0
-    assert re.search(r"schedule.peak +0.01 -> 0.5", capfd.readouterr().out)
-    # The folder now belongs to the new config.
-    line = next(iter(capfd.readouterr().err.splitlines()), "")
-    assert line == ""
-    assert main(train(run)) == 2
-    assert "schedule.peak  0.5 -> 0.01" in capfd.readouterr().err
-    assert main(train(run, "--insist")) == 0
-
-
-def test_a_loss_that_is_no_number_is_never_saved(tmp_path, capfd):
-    flags = ["schedule.peak=1e30", "save_every=1", "keep_checkpoints=None"]
-    flags += ["eval_batches=0"]
-    argv = ["train", "--config", TINY, "--workdir", str(tmp_path), *sets_of(*flags)]
-    line = refused(capfd, argv)
-    match = re.fullmatch(
-        r"loss is (\S+) and the gradient's norm (\S+) at step (\d+), expected finite "
-        r"numbers\. No checkpoint of that step was written\. Lower the learning rate "
-        r"\(schedule\.peak\), clip gradients \(max_grad_norm\), or look at the data of "
-        r"that step\.",
-        line,
-    )
-    assert match and {match[1], match[2]} & {"nan", "inf"}
-    step = int(match[3])
-    assert 1 < step < 12
-    steps = checkpoint.committed_steps(tmp_path / "checkpoints")
-    assert steps == list(range(1, step))
-    rows = metrics.read(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, step + 1))
-
-
-def test_a_damaged_record_of_the_config(run, capfd):
-    file = run / "config.json"
-    kept = file.read_text()
-    file.write_text(kept[: len(kept) // 2])
-    try:
-        before = digest(run)
-        line = refused(capfd, train(run))
-        assert line.startswith(f"{file} is not a recorded config; expected JSON")
-        assert digest(run) == before
-    finally:
-        file.write_text(kept)
 
 
 @pytest.mark.parametrize("missing", ["COORDINATOR", "NUM_PROCESSES", "PROCESS_ID"])

@@ -27,7 +27,8 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int | None = 3):
         # Orbax logs its every move; what a user must know is said by the trainer.
         logging.getLogger("absl").setLevel(logging.WARNING)
-        logging.getLogger("absl").addFilter(_is_not_full_disk)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_not_full_disk)
         self.folder = Path(folder).absolute()
         self._manager = ocp.CheckpointManager(
             self.folder,

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
+# How long a process that leaves waits for the others. Processes that trained leave
+# together; one that leaves with an error ends the job for all after this time.
+LEAVING_SECONDS = 10
 
 
 def initialize() -> None:
@@ -28,7 +31,9 @@ def initialize() -> None:
     count, number = _numbers(given)
     import jax
 
-    jax.distributed.initialize(coordinator, count, number)
+    jax.distributed.initialize(
+        coordinator, count, number, shutdown_timeout_seconds=LEAVING_SECONDS
+    )
     if jax.process_count() != count:
         raise ValueError(f"expected {count} processes, got {jax.process_count()}")
     if count > 1 and jax.default_backend() == "cpu":

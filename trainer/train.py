@@ -158,6 +158,7 @@ def train(
         finally:
             checkpoints.close()
         _show(setup, folder, state, console)
+        distributed.wait_for_all("done")
         return state
 
 

@@ -1,0 +1,231 @@
+"""The run folder: who may use it, and with which config; what is never saved."""
+
+import contextlib
+import hashlib
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from meshloom.trainer import checkpoint, metrics
+from meshloom.trainer.cli import main
+
+TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
+COMMAND = str(pathlib.Path(sys.executable).with_name("meshloom"))
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder as `meshloom train` leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert main(train(folder)) == 0
+    return folder
+
+
+def train(folder, *flags) -> list[str]:
+    flags = ("--steps", str(NUM_STEPS), *flags)
+    return ["train", "--config", TINY, "--workdir", str(folder), *flags]
+
+
+def sets_of(*values) -> list[str]:
+    return [flag for value in values for flag in ("--set", value)]
+
+
+def digest(folder: pathlib.Path) -> dict[str, tuple[str, int]]:
+    """What every file holds and when it was changed; folders too."""
+    found = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        content = path.read_bytes() if path.is_file() else b""
+        changed = path.stat().st_mtime_ns
+        found[str(path)] = (hashlib.sha256(content).hexdigest(), changed)
+    return found
+
+
+def refused(capfd, argv) -> str:
+    """The one line of stderr with which a command ends with status 2."""
+    capfd.readouterr()
+    assert main(argv) == 2
+    stderr = capfd.readouterr().err
+    assert stderr.startswith("meshloom: ") and stderr.endswith("\n"), stderr
+    assert stderr.count("\n") == 1, stderr
+    return stderr.removeprefix("meshloom: ").rstrip()
+
+
+def test_unwritable_folder(tmp_path, capfd):
+    """A file in the place of the folder: permissions do not bind root."""
+    file = tmp_path / "notes"
+    file.write_text("mine")
+    for folder in (file, file / "run"):
+        line = refused(capfd, train(folder))
+        assert line == (
+            f"run folder {folder} cannot be written: it is a file, or below one. "
+            "Choose another --workdir, or make this one a folder that you may write to."
+        )
+    assert file.read_text() == "mine"
+
+
+# The mounts are seen by this shell alone, and end with it.
+DISKS = """
+disk=$1; shift
+mount -t tmpfs -o size=100k none "$disk" || exit 3
+"$@"; echo "full: $?" >&2
+mount -o remount,ro "$disk" || exit 3
+"$@"; echo "read-only: $?" >&2
+mount -o remount,rw,size=10m "$disk" || exit 3
+"$@"; echo "enough room: $?" >&2
+ls "$disk/run/checkpoints" >&2
+"""
+
+
+def test_full_disk_and_read_only_disk(tmp_path):
+    """On the full disk the files fit, and the first checkpoint does not."""
+    script = [str(tmp_path), COMMAND, *train(tmp_path / "run")]
+    # Root needs no user namespace, and some machines have none.
+    unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+    process = subprocess.Popen(
+        [*unshare, "sh", "-c", DISKS, "sh", *script],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, stderr = process.communicate(timeout=200)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, stderr
+    full, rest = stderr.split("full: 2\n")
+    # Threads of tensorstore may show around it that their writes were given up.
+    assert (
+        f"meshloom: {tmp_path / 'run'}: No space left on device. Free some space, then "
+        "run the same command again to continue\n"
+    ) in full
+    assert rest.startswith(
+        f"meshloom: run folder {tmp_path / 'run'} cannot be written: Read-only file "
+        "system. Choose another --workdir, or make this one a folder that you may "
+        "write to.\nread-only: 2\n"
+    )
+    assert rest.endswith(f"enough room: 0\n{NUM_STEPS}\n")
+
+
+HOLDER = """
+import pathlib, sys, time
+from meshloom.trainer.run_folder import RunFolder
+with RunFolder(pathlib.Path(sys.argv[1])).claim():
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def holder(run):
+    """Another process that holds the run folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    watchdog = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
+    try:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        watchdog.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
+        process.stdout.close()
+
+
+def test_two_processes_in_one_folder(run, holder, capfd):
+    before = digest(run)
+    line = refused(capfd, train(run))
+    assert line == (
+        f"run folder {run} is in use by another process (process {holder.pid} on "
+        f"{os.uname().nodename}). Wait for it, end it, or choose another --workdir."
+    )
+    assert digest(run) == before
+    os.killpg(holder.pid, signal.SIGKILL)
+    holder.wait(timeout=20)
+    assert main(train(run)) == 0  # the lock dies with its process
+
+
+def test_folder_of_another_config(run, capfd):
+    before = digest(run)
+    flags = sets_of("seed=3", "schedule.peak=0.5")
+    assert main(train(run, *flags, "--mesh", "fsdp=8")) == 2
+    line, *changes = capfd.readouterr().err.splitlines()
+    assert line == (
+        f"meshloom: run folder {run} was started with another config (2 values "
+        "differ). Choose another --workdir, or pass --insist to continue it with the "
+        "new values:"
+    )
+    # The mesh may differ, and is no part of the reason.
+    assert changes == ["schedule.peak  0.01 -> 0.5", "seed           0 -> 3"]
+    assert digest(run) == before
+    assert main(train(run, *flags, "--dry-run")) == 2
+    assert digest(run) == before
+
+
+def test_insisting_and_what_is_free_to_change(run, capfd):
+    """Both are said; a finished run shows them without training."""
+    assert main(train(run, "--mesh", "fsdp=8", *sets_of('plan="data+fsdp"'))) == 0
+    output = capfd.readouterr().out
+    assert "Continued with other settings:" in output
+    assert re.search(r"mesh.data +-1 -> 1\n", output)
+    assert re.search(r"mesh.fsdp +1 -> 8\n", output)
+    assert re.search(r"plan +'data\+fsdp\+tensor' -> 'data\+fsdp'", output)
+    assert main(train(run, "--insist", *sets_of("schedule.peak=0.5"))) == 0
+    assert re.search(r"schedule.peak +0.01 -> 0.5", capfd.readouterr().out)
+    # The folder now belongs to the new config.
+    line = next(iter(capfd.readouterr().err.splitlines()), "")
+    assert line == ""
+    assert main(train(run)) == 2
+    assert "schedule.peak  0.5 -> 0.01" in capfd.readouterr().err
+    assert main(train(run, "--insist")) == 0
+
+
+def test_a_loss_that_is_no_number_is_never_saved(tmp_path, capfd):
+    # The loss of step 2 is still a number, and its gradient is none.
+    flags = ["schedule.peak=1e30", "schedule.warmup_steps=0", "eval_batches=0"]
+    flags += ["save_every=1", "keep_checkpoints=None"]
+    argv = ["train", "--config", TINY, "--workdir", str(tmp_path), *sets_of(*flags)]
+    line = refused(capfd, argv)
+    match = re.fullmatch(
+        r"loss is (\S+) and the gradient's norm (\S+) at step (\d+), expected finite "
+        r"numbers\. No checkpoint of that step was written\. Lower the learning rate "
+        r"\(schedule\.peak\), clip gradients \(max_grad_norm\), or look at the data of "
+        r"that step\.",
+        line,
+    )
+    assert match and {match[1], match[2]} & {"nan", "inf"}
+    step = int(match[3])
+    assert 1 < step < 12
+    steps = checkpoint.committed_steps(tmp_path / "checkpoints")
+    assert steps == list(range(1, step))
+    rows = metrics.read(tmp_path / "metrics.jsonl")
+    finite = [math.isfinite(row["loss"] + row["grad_norm"]) for row in rows]
+    assert finite == [True] * (step - 1) + [False] * (len(rows) - step + 1)
+
+
+def test_a_damaged_record_of_the_config(run, capfd):
+    file = run / "config.json"
+    kept = file.read_text()
+    file.write_text(kept[: len(kept) // 2])
+    try:
+        before = digest(run)
+        line = refused(capfd, train(run))
+        assert line.startswith(f"{file} is not a recorded config; expected JSON")
+        assert digest(run) == before
+    finally:
+        file.write_text(kept)
