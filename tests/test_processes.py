@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -363,48 +362,3 @@ def test_processes_that_differ_are_told_apart(monkeypatch):
     assert distributed.agree("step", 7) == 7
     with pytest.raises(ValueError, match="differ in step: 3 in process 0, 7 in proces"):
         distributed.agree("step", 3)
-
-
-# Ignores SIGTERM as jax does, and has a child that does too.
-STUBBORN = """
-import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "1000"])
-print(os.getpid(), child.pid, os.environ["NPROC"], flush=True)
-time.sleep(1000)
-"""
-
-
-def is_running(pid: int) -> bool:
-    """Whether it still runs; a child of a killed process may wait to be reaped."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_processes_are_killed_with_their_children_at_the_time_limit():
-    found = jobs.run_job(2, 3, [sys.executable, "-c", STUBBORN], timeout=5)
-    assert [process.status for process in found] == [-signal.SIGKILL] * 2
-    for process in found:
-        *pids, num_threads = map(int, process.stdout.split())
-        assert len(pids) == 2 and num_threads >= 12
-        assert not any(is_running(pid) for pid in pids)
-
-
-def test_processes_are_killed_when_the_test_is_interrupted(monkeypatch):
-    started = []
-    popen = jobs.subprocess.Popen
-
-    def noted(*args, **settings):
-        started.append(popen(*args, **settings))
-        return started[-1]
-
-    def interrupt(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(jobs.subprocess, "Popen", noted)
-    monkeypatch.setattr(jobs.time, "sleep", interrupt)
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        jobs.run_job(2, 1, [sys.executable, "-c", STUBBORN], timeout=60)
-    assert time.monotonic() - begin < 30
-    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
