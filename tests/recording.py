@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from meshloom.trainer import cli, data, train
+from meshloom.trainer.state import Layout
 
 
 def folder() -> Path:
@@ -65,12 +66,11 @@ class Text(data.Text):
 
 @dataclasses.dataclass
 class Pieces:
-    """Keeps this process's pieces of the state after its first step and its last."""
+    """Keeps this process's pieces of a state."""
 
-    every: int = 1
+    every: int = 0  # at the end only
 
     def __call__(self, step: int, state) -> None:
-        self.every = 0
         pieces = {}
         for path, array in jax.tree.flatten_with_path(state)[0]:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -79,6 +79,13 @@ class Pieces:
                 where = json.dumps([cut.indices(size)[:2] for cut, size in sizes])
                 pieces[f"{name}|{shard.device.id}|{where}"] = np.asarray(shard.data)
         np.savez(folder() / f"pieces-{step}-{jax.process_index()}.npz", **pieces)
+
+
+def create_and_keep(layout, key, mesh, *, create=Layout.create):
+    """The layout's own `create`, with the new state kept as step 0."""
+    state = create(layout, key, mesh)
+    Pieces()(0, state)
+    return state
 
 
 def note_files(event: str, args: tuple) -> None:
@@ -98,5 +105,6 @@ def note_files(event: str, args: tuple) -> None:
 
 if __name__ == "__main__":
     sys.addaudithook(note_files)
+    Layout.create = create_and_keep
     train.train = functools.partial(train.train, hooks=[Pieces()])
     sys.exit(cli.main())

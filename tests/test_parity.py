@@ -33,7 +33,7 @@ CONFIG = train.Config(
     ),
     data=data.Synthetic(vocab_size=257, length=LENGTH, num_examples=512),
     optimizer=optimizers.AdamW(),
-    schedule=schedules.WarmupCosine(peak=3e-3, warmup_steps=5),
+    schedule=schedules.WarmupCosine(peak=3e-3, warmup_share=0.25),
     batch_size=BATCH,
     num_steps=NUM_STEPS,
     eval_batches=0,

@@ -197,7 +197,7 @@ def test_insisting_and_what_is_free_to_change(run, capfd):
 
 def test_a_loss_that_is_no_number_is_never_saved(tmp_path, capfd):
     # The loss of step 2 is still a number, and its gradient is none.
-    flags = ["schedule.peak=1e30", "schedule.warmup_steps=0", "eval_batches=0"]
+    flags = ["schedule.peak=1e30", "schedule.warmup_share=0.0", "eval_batches=0"]
     flags += ["save_every=1", "keep_checkpoints=None"]
     argv = ["train", "--config", TINY, "--workdir", str(tmp_path), *sets_of(*flags)]
     line = refused(capfd, argv)

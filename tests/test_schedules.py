@@ -17,13 +17,12 @@ def test_constant():
 
 
 def test_warmup_cosine():
-    found = values(WarmupCosine(peak=2.0, warmup_steps=4, final_share=0.1), 20)
+    found = values(WarmupCosine(peak=2.0, warmup_share=0.2, final_share=0.1), 20)
     steps = np.arange(21)
     turn = np.pi * (steps - 4) / 16
     cosine = 0.2 + (2.0 - 0.2) * 0.5 * (1 + np.cos(turn))
-    expected = np.where(steps < 4, 2.0 * steps / 4, cosine)
+    expected = np.where(steps < 4, 2.0 * (steps + 1) / 4, cosine)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert found.argmax() == 4
 
 
 def test_cosine_without_warmup_starts_at_the_peak():
@@ -32,30 +31,36 @@ def test_cosine_without_warmup_starts_at_the_peak():
 
 
 def test_warmup_stable_decay():
-    found = values(
-        WarmupStableDecay(peak=1.0, warmup_steps=2, decay_steps=4, final_share=0.5), 10
+    schedule = WarmupStableDecay(
+        peak=1.0, warmup_share=0.2, decay_share=0.4, final_share=0.5
     )
-    expected = [0, 0.5, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    expected = [0.5, 1, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5]
+    np.testing.assert_allclose(values(schedule, 10), expected, rtol=1e-6)
 
 
 def test_stable_part_may_be_empty():
-    found = values(WarmupStableDecay(peak=1.0, warmup_steps=5, decay_steps=5), 10)
-    assert found.argmax() == 5
-    np.testing.assert_allclose(found[[5, 10]], [1.0, 0.0], atol=1e-6)
+    schedule = WarmupStableDecay(peak=1.0, warmup_share=0.5, decay_share=0.5)
+    found = values(schedule, 10)
+    np.testing.assert_allclose(found[[4, 5, 10]], [1.0, 1.0, 0.0], atol=1e-6)
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
 @pytest.mark.parametrize(
-    ("schedule", "message"),
+    "schedule",
     [
-        (WarmupCosine(peak=1.0, warmup_steps=11), "take 12 steps.*the run has 10"),
-        (WarmupCosine(peak=1.0, warmup_steps=10), "take 11 steps.*the run has 10"),
-        (
-            WarmupStableDecay(peak=1.0, warmup_steps=6, decay_steps=5),
-            "take 11 steps.*the run has 10.*raise num_steps",
-        ),
+        WarmupCosine(peak=1.0, warmup_share=0.5),
+        WarmupCosine(peak=1.0, warmup_share=1.0),
+        WarmupStableDecay(peak=1.0, warmup_share=0.5, decay_share=0.5),
     ],
 )
-def test_longer_than_the_run(schedule, message):
-    with pytest.raises(ValueError, match=message):
-        schedule.make(10)
+def test_a_run_of_any_length_has_a_schedule(schedule, num_steps):
+    found = values(schedule, num_steps)[:-1]
+    assert np.all(found > 0) and np.all(found <= 1)
+
+
+@pytest.mark.parametrize("shares", [{"warmup_share": -0.1}, {"warmup_share": 1.1}])
+def test_impossible_shares(shares):
+    with pytest.raises(ValueError, match="WarmupCosine: warmup_share=.* more than 1"):
+        WarmupCosine(peak=1.0, **shares)
+    with pytest.raises(ValueError, match="WarmupStableDecay.*decay_share=0.5"):
+        WarmupStableDecay(peak=1.0, warmup_share=0.6, decay_share=0.5)

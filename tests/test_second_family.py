@@ -111,7 +111,7 @@ CONFIG = Config(
     model=Classifier(),
     data=Digits(),
     optimizer=AdamW(),
-    schedule=WarmupCosine(peak=0.01, warmup_steps=10),
+    schedule=WarmupCosine(peak=0.01, warmup_share=0.1),
     batch_size=64,
     num_steps=150,
     mesh=MeshSpec(data=2, fsdp=2, tensor=2),

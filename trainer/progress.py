@@ -104,7 +104,7 @@ class Progress:
             self._live = Live(
                 console=self._console,
                 get_renderable=self._render,
-                refresh_per_second=4,
+                refresh_per_second=1,  # drawing takes time from the CPU's own steps
             )
 
     def __enter__(self) -> "Progress":

@@ -1,8 +1,13 @@
-"""Learning rates over a run: constant, warm-up and cosine, warm-up-stable-decay."""
+"""Learning rates over a run: constant, warm-up and cosine, warm-up-stable-decay.
+
+Warm-up and decay are shares of the run, so that a run of any length has a schedule. The
+first update of a warm-up already moves: its rate is the peak / number of warm-up steps.
+"""
 
 import dataclasses
 from typing import Protocol
 
+import jax.numpy as jnp
 import optax
 
 
@@ -22,45 +27,70 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupCosine:
-    """Linear to the peak in `warmup_steps`, then a cosine to `final_share` of it."""
+    """Linear to the peak, then a cosine down to `final_share` of it.
+
+    Attributes:
+      warmup_share: of the run's steps.
+      final_share: of the peak, reached after the last step.
+    """
 
     peak: float
-    warmup_steps: int = 0
+    warmup_share: float = 0.0
     final_share: float = 0.1
 
+    def __post_init__(self):
+        _check_shares(self, "warmup_share")
+
     def make(self, num_steps: int) -> optax.Schedule:
-        _check_warmup(self.warmup_steps + 1, num_steps)  # a step of cosine at least
-        return optax.warmup_cosine_decay_schedule(
-            0.0, self.peak, self.warmup_steps, num_steps, self.peak * self.final_share
+        num_warmup = round(self.warmup_share * num_steps)
+        cosine = optax.cosine_decay_schedule(
+            self.peak, max(num_steps - num_warmup, 1), self.final_share
         )
+        return _warm_up(self.peak, num_warmup, cosine)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay:
-    """Linear to the peak, constant, then linear to `final_share` in `decay_steps`."""
+    """Linear to the peak, constant, then linear down to `final_share` of it.
+
+    Attributes:
+      warmup_share, decay_share: of the run's steps.
+      final_share: of the peak, reached after the last step.
+    """
 
     peak: float
-    decay_steps: int
-    warmup_steps: int = 0
+    decay_share: float
+    warmup_share: float = 0.0
     final_share: float = 0.0
 
+    def __post_init__(self):
+        _check_shares(self, "warmup_share", "decay_share")
+
     def make(self, num_steps: int) -> optax.Schedule:
-        _check_warmup(self.warmup_steps + self.decay_steps, num_steps)
-        return optax.join_schedules(
-            [
-                optax.linear_schedule(0.0, self.peak, self.warmup_steps),
-                optax.constant_schedule(self.peak),
-                optax.linear_schedule(
-                    self.peak, self.peak * self.final_share, self.decay_steps
-                ),
-            ],
-            [self.warmup_steps, num_steps - self.decay_steps],
+        num_warmup = round(self.warmup_share * num_steps)
+        num_decay = min(round(self.decay_share * num_steps), num_steps - num_warmup)
+        decay = optax.linear_schedule(
+            self.peak,
+            self.peak * self.final_share,
+            max(num_decay, 1),
+            transition_begin=num_steps - num_decay - num_warmup,
         )
+        return _warm_up(self.peak, num_warmup, decay)
 
 
-def _check_warmup(num_changing: int, num_steps: int) -> None:
-    if num_changing > num_steps:
+def _warm_up(peak: float, num_warmup: int, then: optax.Schedule) -> optax.Schedule:
+    def schedule(count):
+        rising = peak * (count + 1) / max(num_warmup, 1)
+        return jnp.where(count < num_warmup, rising, then(count - num_warmup))
+
+    return schedule
+
+
+def _check_shares(schedule, *names: str) -> None:
+    shares = {name: getattr(schedule, name) for name in names}
+    if min(shares.values()) < 0 or sum(shares.values()) > 1:
+        found = ", ".join(f"{name}={value}" for name, value in shares.items())
         raise ValueError(
-            f"the schedule's warm-up and decay take {num_changing} steps, but the run "
-            f"has {num_steps}. Shorten them, or raise num_steps."
+            f"{type(schedule).__name__}: {found}; shares of the run's steps must not "
+            "be negative, nor more than 1 in all"
         )
