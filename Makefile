@@ -5,7 +5,8 @@ VENV ?= .venv
 EXTRA ?=
 ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# setuptools warns of every editable install; errors still show.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
 
 .PHONY: install dev train test lint types tests wheel-test benchmarks clean

@@ -148,6 +148,7 @@ def train(
         checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
         try:
             if start:
+                console.print(f"Resuming from step {start}")
                 state = checkpoints.restore(start, setup.layout, setup.mesh)
             else:
                 state = setup.layout.create(jax.random.key(config.seed), setup.mesh)
