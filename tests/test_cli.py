@@ -29,7 +29,7 @@ FLAGS = {
     "config diff": {"A", "B"},
     "data build": {"--input", "--output", "--tokenizer", "--shard-size"},
     "generate": {"RUN", "--prompt", "--tokens", "--temperature", "--top-k"}
-    | {"--seed", "--step"},
+    | {"--seed", "--step", "--mesh"},
     "report": {"RUN", "--output"},
 }
 HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")

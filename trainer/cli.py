@@ -204,6 +204,12 @@ def _add_generate(commands) -> None:
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, metavar="N", help="default: the newest")
+    parser.add_argument(
+        "--mesh",
+        default="fsdp=-1",
+        metavar="SIZES",
+        help="how to cut the model over this machine's devices; default: fsdp=-1",
+    )
 
 
 def _add_report(commands) -> None:

@@ -37,21 +37,21 @@ def train(args: Namespace) -> None:
 
 def explain(args: Namespace) -> None:
     from ..sharding import MeshSpec, diff, lint
+    from ..sharding.text import human_bytes
 
     loaded = _load(args)
-    layout, rules = _plan(loaded.config, loaded.config.mesh)
+    layout, rules = _plan(loaded.config, _without_devices(loaded.config.mesh))
     if args.json:
         print(json.dumps(layout.params.to_json(), indent=1))
         return
     if args.against:
-        other, _ = _plan(loaded.config, MeshSpec.parse(args.against))
+        against = _without_devices(MeshSpec.parse(args.against))
+        other, _ = _plan(loaded.config, against)
         print("\n".join(diff(other.params, layout.params)) or "No difference.")
         return
     print(layout.params)
     print()
     print(layout.params.summary())
-    from ..sharding.tree import human_bytes
-
     print(
         f"optimizer state: {human_bytes(layout.opt_state.bytes)}, "
         f"{human_bytes(layout.opt_state.bytes_per_device)} a device"
@@ -99,8 +99,8 @@ def generate(args: Namespace) -> None:
         )
     _use_compilation_cache()
     config = config_files.load([str(text)], root=Config).config
-    mesh = MeshSpec(fsdp=-1).make(jax.local_devices())
-    layout, _ = _plan(config, MeshSpec(fsdp=mesh.size))
+    mesh = MeshSpec.parse(args.mesh).make(jax.local_devices())
+    layout, _ = _plan(config, mesh)
     params = checkpoint.restore_params(
         folder.checkpoints, step, layout.abstract.params, layout.params.shardings(mesh)
     )
@@ -136,20 +136,24 @@ def _load(args: Namespace) -> config_files.Loaded:
     return loaded
 
 
-def _plan(config, spec):
-    """The layout of a config on a mesh that need not be here, and its rules."""
+def _without_devices(spec):
+    """A mesh that need not be here; an axis of -1 takes the devices that are."""
     import jax
 
-    from ..sharding import parse_plan
     from ..sharding.mesh import AXES
-    from .state import plan_layout
 
     is_open = any(getattr(spec, name) == -1 for name in AXES)
-    mesh = spec.abstract(jax.device_count() if is_open else None)
+    return spec.abstract(jax.device_count() if is_open else None)
+
+
+def _plan(config, mesh):
+    """The layout of a config on a mesh, and the rules that made it."""
+    from ..sharding import parse_plan
+    from .state import plan_layout
+
     rules = parse_plan(config.plan)
-    tx = config.optimizer.make(
-        config.schedule.make(config.num_steps), config.model.axes()
-    )
+    learning_rate = config.schedule.make(config.num_steps)
+    tx = config.optimizer.make(learning_rate, config.model.axes())
     return plan_layout(config.model, tx, rules, mesh), rules
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..sharding import Rules, Sharder, parse_plan
 from ..sharding.resolve import resolve_dimensions, spec_of
-from ..sharding.tree import human_bytes
+from ..sharding.text import human_bytes
 from . import sampling
 from . import step as step_lib
 from .data import Dataset
