@@ -27,3 +27,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     assert jax.device_count() == 8, jax.devices()
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """The module `toy` as a user's own, in a folder with the file "base.gin"."""
+    import toy
+    import toy_configs
+
+    monkeypatch.chdir(tmp_path)
+    toy_configs.write(toy_configs.BASE, "base.gin")
+    return toy

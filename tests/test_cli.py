@@ -1,23 +1,17 @@
 """The command line: its flags, its speed, and what configs and plans it shows."""
 
 import argparse
-import contextlib
 import json
-import os
-import pathlib
 import re
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from tiny_runs import COMMAND, TINY, command
 
 from meshloom.trainer import cli
 from meshloom.trainer.cli import main
-
-TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
-COMMAND = str(pathlib.Path(sys.executable).with_name("meshloom"))
 
 # A new flag is a decision: most settings belong into the config (--set).
 CONFIG_FLAGS = {"--config", "--set", "--mesh"}
@@ -33,24 +27,6 @@ FLAGS = {
     "report": {"RUN", "--output"},
 }
 HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
-
-
-def command(*argv, timeout=120, env=None) -> subprocess.CompletedProcess:
-    """Runs the installed command; it and its children are killed after `timeout`."""
-    process = subprocess.Popen(
-        [COMMAND, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **(env or {})},
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 def output(capsys, *argv) -> str:

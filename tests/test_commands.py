@@ -1,39 +1,13 @@
 """The subcommands one after the other: data build, train, generate, report."""
 
-import contextlib
 import json
-import os
-import pathlib
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
+from tiny_runs import TINY, command
 
 from meshloom.trainer import metrics
 from meshloom.trainer.cli import main
-
-TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
-COMMAND = str(pathlib.Path(sys.executable).with_name("meshloom"))
-
-
-def command(*argv, timeout=120, env=None) -> subprocess.CompletedProcess:
-    """Runs the installed command; it and its children are killed after `timeout`."""
-    process = subprocess.Popen(
-        [COMMAND, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **(env or {})},
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 def output(capsys, *argv) -> str:

@@ -1,16 +1,13 @@
 """Bad input: one line that says what to do, exit status 2, and nothing touched."""
 
-import hashlib
 import pathlib
 import re
 import sys
 
 import pytest
+from tiny_runs import TINY, digest, refused, sets_of, train
 
 from meshloom.trainer.cli import main
-
-TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
-NUM_STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -33,41 +30,12 @@ def corpora(tmp_path_factory):
     return root
 
 
-def train(folder, *flags) -> list[str]:
-    flags = ("--steps", str(NUM_STEPS), *flags)
-    return ["train", "--config", TINY, "--workdir", str(folder), *flags]
-
-
 def text(path, *sets) -> list[str]:
     """Flags that put a folder of text in the place of the synthetic data."""
     sets = ("data=@data.Text()", f'data.path="{path}"', "data.length=16", *sets)
     return [
         flag for value in ("model.vocab_size=257", *sets) for flag in sets_of(value)
     ]
-
-
-def sets_of(*values) -> list[str]:
-    return [flag for value in values for flag in ("--set", value)]
-
-
-def digest(folder: pathlib.Path) -> dict[str, tuple[str, int]]:
-    """What every file holds and when it was changed; folders too."""
-    found = {}
-    for path in sorted([folder, *folder.rglob("*")]):
-        content = path.read_bytes() if path.is_file() else b""
-        changed = path.stat().st_mtime_ns
-        found[str(path)] = (hashlib.sha256(content).hexdigest(), changed)
-    return found
-
-
-def refused(capfd, argv) -> str:
-    """The one line of stderr with which a command ends with status 2."""
-    capfd.readouterr()
-    assert main(argv) == 2
-    stderr = capfd.readouterr().err
-    assert stderr.startswith("meshloom: ") and stderr.endswith("\n"), stderr
-    assert stderr.count("\n") == 1, stderr
-    return stderr.removeprefix("meshloom: ").rstrip()
 
 
 FLAGS = {

@@ -13,15 +13,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import jobs
 import numpy as np
 import pytest
 
 from meshloom.trainer import data, distributed, metrics
 
 TESTS = Path(__file__).parent
-sys.path.append(str(TESTS))
 
-import jobs  # noqa: E402
 
 pytestmark = pytest.mark.processes
 

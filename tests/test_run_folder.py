@@ -1,10 +1,8 @@
 """The run folder: who may use it, and with which config; what is never saved."""
 
 import contextlib
-import hashlib
 import math
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -12,13 +10,10 @@ import sys
 import threading
 
 import pytest
+from tiny_runs import COMMAND, NUM_STEPS, TINY, digest, refused, sets_of, train
 
 from meshloom.trainer import checkpoint, metrics
 from meshloom.trainer.cli import main
-
-TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
-COMMAND = str(pathlib.Path(sys.executable).with_name("meshloom"))
-NUM_STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -27,35 +22,6 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     assert main(train(folder)) == 0
     return folder
-
-
-def train(folder, *flags) -> list[str]:
-    flags = ("--steps", str(NUM_STEPS), *flags)
-    return ["train", "--config", TINY, "--workdir", str(folder), *flags]
-
-
-def sets_of(*values) -> list[str]:
-    return [flag for value in values for flag in ("--set", value)]
-
-
-def digest(folder: pathlib.Path) -> dict[str, tuple[str, int]]:
-    """What every file holds and when it was changed; folders too."""
-    found = {}
-    for path in sorted([folder, *folder.rglob("*")]):
-        content = path.read_bytes() if path.is_file() else b""
-        changed = path.stat().st_mtime_ns
-        found[str(path)] = (hashlib.sha256(content).hexdigest(), changed)
-    return found
-
-
-def refused(capfd, argv) -> str:
-    """The one line of stderr with which a command ends with status 2."""
-    capfd.readouterr()
-    assert main(argv) == 2
-    stderr = capfd.readouterr().err
-    assert stderr.startswith("meshloom: ") and stderr.endswith("\n"), stderr
-    assert stderr.count("\n") == 1, stderr
-    return stderr.removeprefix("meshloom: ").rstrip()
 
 
 def test_unwritable_folder(tmp_path, capfd):
