@@ -148,13 +148,14 @@ def train(
         checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
         try:
             if start:
-                console.print(f"Resuming from step {start}")
                 state = checkpoints.restore(start, setup.layout, setup.mesh)
             else:
                 state = setup.layout.create(jax.random.key(config.seed), setup.mesh)
             if start >= config.num_steps:
                 console.print(f"This run is complete at step {start}.")
             else:
+                if start:
+                    console.print(f"Resuming from step {start}")
                 state = _run(setup, folder, checkpoints, state, start, console, hooks)
         finally:
             checkpoints.close()
