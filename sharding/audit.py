@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from . import hlo, hlo_collectives
+from .text import align, human_bytes
 
 Key = tuple[str, tuple[str, ...]]
 Count = tuple[int, int]
@@ -126,8 +127,8 @@ class Audit:
         for (kind, axes, source), (count, num_bytes) in sorted(
             rows.items(), key=lambda row: -row[1][1]
         ):
-            table.append((kind, axes, str(count), _human(num_bytes), source))
-        return _align(table) if rows else "no collectives"
+            table.append((kind, axes, str(count), human_bytes(num_bytes), source))
+        return align(table, right=(2, 3)) if rows else "no collectives"
 
     def _only(self, keys: Any) -> "Audit":
         chosen = (c for c in self.collectives if (c.kind, c.axes) in keys)
@@ -231,24 +232,3 @@ def _describe(want: int | Count | None) -> str:
 def _short(source: str) -> str:
     """Returns the file with its folder only, enough to find it."""
     return "/".join(source.split("/")[-2:])
-
-
-def _human(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _align(table: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    right = {2, 3}
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    )

@@ -1,6 +1,6 @@
 """Sizes and columns as plain text."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def human_bytes(count: float) -> str:
@@ -12,11 +12,13 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in columns; the last column is free in width."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = (
-        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
+def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Rows as text in columns, some of them (by number) pushed to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     )
-    return "\n".join(line.rstrip() for line in lines)
