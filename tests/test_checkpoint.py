@@ -161,14 +161,14 @@ def test_a_save_does_not_see_the_steps_after_it(tmp_path, mesh):
     checkpoints.close()
 
 
-def test_saving_a_step_again_leaves_it_as_it_is(tmp_path, mesh):
+def test_saving_a_step_again_is_refused(tmp_path, mesh):
     layout = plan(mesh)
     first = trained(layout, mesh)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, first)
     checkpoints.wait()
-    checkpoints.save(3, layout.create(jax.random.key(1), mesh))
-    checkpoints.wait()
+    with pytest.raises(ValueError, match="step 3 is already saved in .* --workdir"):
+        checkpoints.save(3, layout.create(jax.random.key(1), mesh))
     assert_equal(checkpoints.restore(3, layout, mesh), first)
     checkpoints.close()
 

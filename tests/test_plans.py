@@ -125,7 +125,9 @@ def test_the_summed_gradient_of_a_look_up_gives_its_fsdp_axis_to_the_width():
 def test_every_plan_adds_to_data_and_names_real_axes(name):
     rules = parse_plan(f"data + {name}")
     for role in ("param", "compute", "optimizer"):
-        resolve(TREE, rules, MESH, axes=AXES, role=role)
+        found = resolve(TREE, rules, MESH, axes=AXES, role=role)
+        assert all(array.ways >= 1 for array in found.arrays)
+    assert set(rules.names) == set(parse_plan("data").names)
 
 
 def test_unknown_plan():

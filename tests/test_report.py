@@ -1,5 +1,6 @@
 """The report of a run: its HTML, and the page as a browser draws it."""
 
+import contextlib
 import html
 import json
 import math
@@ -333,10 +334,9 @@ def dump_dom(page, tmp_path, *flags):
     try:
         out, err = process.communicate(timeout=60)
     finally:
-        try:
+        # Where the browser and all its children have ended by themselves, no group is.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # The browser and all its children have ended by themselves.
         process.wait()
     assert process.returncode == 0, err.decode()[-2000:]
     return out.decode()

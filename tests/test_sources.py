@@ -318,4 +318,5 @@ def tokenizer_file(tmp_path):
 
 def test_sources_do_not_import_jax():
     code = "import sys, meshloom.trainer.sources as s; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert result.returncode == 0

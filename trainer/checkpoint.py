@@ -11,10 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
-from .state import Layout, State
+from .state import Layout, State, placed
 
 
 class Checkpoints:
@@ -38,16 +37,19 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: State) -> None:
-        """Starts a save; a save of this step that exists already is left as it is."""
+        """Starts a save of a step that is not there yet."""
         if step in committed_steps(self.folder):
-            return
+            raise ValueError(
+                f"step {step} is already saved in {self.folder}; a committed step is "
+                "never replaced. Choose another --workdir."
+            )
         saved = self._manager.save(step, args=ocp.args.StandardSave(state._asdict()))
         if not saved:
             raise ValueError(f"orbax refused to save step {step} in {self.folder}")
 
     def restore(self, step: int, layout: Layout, mesh: Any) -> State:
         """The state of a step, straight into the layout of this mesh."""
-        target = _abstract(layout.abstract._asdict(), layout.shardings(mesh)._asdict())
+        target = layout.placed(mesh)._asdict()
         tree = self._manager.restore(step, args=ocp.args.StandardRestore(target))
         return State(**tree)
 
@@ -98,7 +100,7 @@ def restore_params(folder: Path, step: int, params: Any, shardings: Any) -> Any:
     Args:
       params: the parameters as ShapeDtypeStructs.
     """
-    target = {"params": _abstract(params, shardings)}
+    target = {"params": placed(params, shardings)}
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.restore(
             Path(folder).absolute() / str(step) / "default",
@@ -109,9 +111,3 @@ def restore_params(folder: Path, step: int, params: Any, shardings: Any) -> Any:
             ),
         )
     return tree["params"]
-
-
-def _abstract(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-    )

@@ -50,7 +50,7 @@ def _numbers(given: dict[str, str]) -> tuple[int, int]:
     if not host or not port.isdigit():
         raise ValueError(
             f"MESHLOOM_COORDINATOR is {given['COORDINATOR']!r}; expected host:port of "
-            "process 0, for instance 10.0.0.1:1234"
+            "process 0, for instance host0:1234"
         )
     for name in NAMES[1:]:
         if not given[name].isdigit():

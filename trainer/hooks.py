@@ -58,10 +58,6 @@ class Evaluate:
     progress: Progress
     writers: Sequence[Writer]
 
-    def __post_init__(self):
-        self.num_batches = min(self.num_batches, len(self.dataset) // self.batch_size)
-        self.last: Row | None = None
-
     def __call__(self, step: int, state: State) -> None:
         total: dict[str, jax.Array] | None = None
         with device_batches(
@@ -84,7 +80,6 @@ class Evaluate:
         units = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k != "step")
         self.progress.message(f"step {step}  held-out {units}")
         self.progress.rate.restart()
-        self.last = row
 
 
 @dataclasses.dataclass

@@ -42,16 +42,20 @@ class Setup:
     @property
     def abstract_state(self) -> State:
         """The state as shapes with shardings, to compile for."""
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            self.layout.abstract,
-            self.layout.shardings(self.mesh),
-        )
+        return self.layout.placed(self.mesh)
 
     @property
     def matmul_dtype(self) -> str:
         """The type the model computes in, to compare with the device's peak."""
         return getattr(self.config.model, "compute_dtype", "float32")
+
+    @property
+    def num_eval_batches(self) -> int:
+        """Whole batches of an evaluation: those asked for, or as many as there are."""
+        if self.eval_data is None:
+            return 0
+        available = len(self.eval_data) // self.config.batch_size
+        return min(self.config.eval_batches, available)
 
     def describe(self) -> list[str]:
         """What runs where, in a few lines, before anything slow begins."""
@@ -68,6 +72,12 @@ class Setup:
         ]
         if device.platform == "cpu":
             lines.insert(0, "No accelerator found or asked for: training on the CPU")
+        if self.num_eval_batches < self.config.eval_batches:
+            lines.append(
+                f"Each evaluation takes {self.num_eval_batches} batches, not the "
+                f"{self.config.eval_batches} of eval_batches: the held-out split has "
+                "no more"
+            )
         if whole := sum(a.bytes for a in params.replicated()):
             lines.append(
                 f"{human_bytes(whole)} of parameters are whole on every device "

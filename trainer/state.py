@@ -82,9 +82,20 @@ class Layout:
             self.init, out_shardings=self.shardings(mesh), compiler_options=options
         )(key)
 
+    def placed(self, mesh: Mesh) -> State:
+        """The state as shapes with shardings, to compile for or restore into."""
+        return placed(self.abstract, self.shardings(mesh))
+
     @property
     def bytes_per_device(self) -> int:
         return self.params.bytes_per_device + self.opt_state.bytes_per_device
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """Shapes with shardings, from a tree of each."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
 
 
 def plan_layout(

@@ -197,7 +197,7 @@ def _run(
                 setup.eval_fn,
                 setup.eval_data,
                 config.batch_size,
-                config.eval_batches,
+                setup.num_eval_batches,
                 setup.batch_shardings,
                 progress,
                 writers,
