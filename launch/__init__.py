@@ -1,0 +1,1 @@
+"""Starting jobs and bringing them back. Standard library only, never jax."""

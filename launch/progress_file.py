@@ -1,0 +1,74 @@
+"""The file in which a worker reports progress: a contract between two programs.
+
+A worker finds the file's path in MESHLOOM_PROGRESS, and replaces the file (writes
+another beside it and renames it, so that nobody reads half of it) with one JSON object:
+
+    {"step": 37, "time": 1767225600.0}
+
+- `step`: updates done, as in the logs. null until this process has done an update of
+  its own: a restored step is not progress.
+- `time`: Unix time of the report.
+- `allow` (may be missing): seconds that the next report may take, where they are known
+  to be many, as before a compilation. It lengthens the limit, never shortens it.
+
+A report that differs from the one before is progress, so it is made where something
+has been finished (a step, an evaluation, a save) and never by a timer: a heartbeat of
+a process that is stuck would hold everyone. The first report, with step null, is best
+made as soon as the process starts. A worker that never reports is watched for life
+only.
+
+The trainer writes this file by itself: it shares the format with `launch`, not code.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+VARIABLE = "MESHLOOM_PROGRESS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    step: int | None
+    time: float
+    allow: float = 0.0
+
+
+def read(path: Path) -> Report | None:
+    """The newest report; None where there is none yet."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(text)
+        step, when, allow = found["step"], found["time"], found.get("allow", 0)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise _malformed(path, text) from None
+    if not (step is None or type(step) is int) or not all(map(_is_time, (when, allow))):
+        raise _malformed(path, text)
+    return Report(step, when, allow)
+
+
+def write(path: Path, step: int | None, *, allow: float = 0.0) -> None:
+    document = {"step": step, "time": time.time()}
+    if allow:
+        document["allow"] = allow
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(document))
+    os.replace(new, path)
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore
+
+
+def _malformed(path: Path, text: str) -> ValueError:
+    return ValueError(
+        f"progress file {path} holds {text[:80]!r}; expected "
+        '{"step": a whole number or null, "time": seconds}. Write it in one piece '
+        "under another name and rename it."
+    )

@@ -1,0 +1,102 @@
+"""Watching progress: steps, not heartbeats."""
+
+import collections
+import statistics
+import time
+from collections.abc import Callable
+
+from .progress_file import Report
+
+# Where no limit is given: this much, or a multiple of the median between two reports.
+LEAST_SECONDS, MEDIANS = 60.0, 10
+REMEMBERED = 1000
+
+
+class Watch:
+    """When the group last made progress, and how long it may take to make the next.
+
+    The workers of a job go in step, so it is the group that is watched: it has stalled
+    when no worker reports anything new within the limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        stall_seconds: float | None,
+        start_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._stall_seconds, self._start_seconds = stall_seconds, start_seconds
+        self._clock = clock
+        self._intervals: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
+        self.has_reports = False  # whether any worker ever reported, in any attempt
+        self.highest: int | None = None  # step of any worker in any attempt
+        self.begin()
+
+    def begin(self) -> None:
+        """A new attempt: its workers have reported nothing."""
+        self._began = self._last = self._clock()
+        self._reports: dict[int, Report] = {}
+        self._times: dict[int, float] = {}
+
+    @property
+    def steps(self) -> dict[int, int | None]:
+        """The last step of each worker that has reported in this attempt."""
+        return {worker: report.step for worker, report in self._reports.items()}
+
+    @property
+    def step(self) -> int | None:
+        """The furthest step of this attempt."""
+        return max((s for s in self.steps.values() if s is not None), default=None)
+
+    def see(self, worker: int, report: Report | None) -> bool:
+        """Takes a worker's newest report; whether it is further than any ever was.
+
+        Steps that are done again after a restart are progress of this attempt, and none
+        of the job: else one that always dies at the same step would be restarted for
+        ever.
+        """
+        before = self._reports.get(worker)
+        if report is None or report == before:
+            return False
+        now = self._clock()
+        if before is not None and before.step is not None:
+            self._intervals.append(now - self._times[worker])
+        self._reports[worker], self._times[worker] = report, now
+        self._last = now
+        self.has_reports = True
+        if report.step is None:
+            return False
+        further = self.highest is None or report.step > self.highest
+        if further:
+            self.highest = report.step
+        return further
+
+    @property
+    def silent_seconds(self) -> float:
+        return self._clock() - self._last
+
+    @property
+    def limit(self) -> float:
+        allowed = max((r.allow for r in self._reports.values()), default=0)
+        if self.step is None:
+            return max(self._start_seconds, allowed)
+        if self._stall_seconds is not None:
+            return max(self._stall_seconds, allowed)
+        median = statistics.median(self._intervals) if self._intervals else 0
+        return max(LEAST_SECONDS, MEDIANS * median, allowed)
+
+    @property
+    def has_stalled(self) -> bool:
+        return self.has_reports and self.silent_seconds > self.limit
+
+    @property
+    def is_for_life_only(self) -> bool:
+        """Whether it is time to say that this command reports no progress."""
+        return not self.has_reports and self.silent_seconds > self._start_seconds
+
+    def words(self) -> str:
+        last = (
+            "before the first step" if self.step is None else f"last step {self.step}"
+        )
+        return f"no progress for {self.silent_seconds:.0f} s, {last}"

@@ -1,0 +1,278 @@
+"""Runs the processes of a job on this machine, and brings them back when they die.
+
+It lives outside of what it watches, so it survives what kills a jax process, process 0
+included. Exit statuses are in statuses.py, what counts as progress in progress_file.py,
+when a group is given up or made smaller in restarts.py.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from . import progress_file, statuses
+from .group import Group, Heir, environment, free_port
+from .logs import Logs, say
+from .restarts import Restarts
+from .settings import Settings
+from .stall import Watch
+from .statuses import BAD_INPUT, DONE, PREEMPTED, Ending
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended: "done", "stop", "resize", "death" or "stall"."""
+
+    kind: str
+    reason: str = ""
+    death: Ending | None = None
+    endings: tuple[Ending, ...] = ()  # of all workers, once they have ended
+
+
+class Supervisor:
+    """Runs `command` as every process of one job until the job is done.
+
+    Must run in the main thread: it takes the signals, and the kernel ends the workers
+    when the thread that started them ends.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, settings: Settings):
+        self._command, self._settings = tuple(command), settings
+        self._logs = Logs(folder)
+        self._heir = Heir()
+        self._watch = Watch(
+            stall_seconds=settings.stall_seconds, start_seconds=settings.start_seconds
+        )
+        self._restarts = Restarts(
+            settings.processes,
+            least=settings.min_processes or settings.processes,
+            limit=settings.max_restarts,
+            first_delay=settings.first_delay,
+            longest_delay=settings.longest_delay,
+        )
+        self._attempt = 0
+        self._ports: set[int] = set()
+        self._told: list[int] = []  # signals to stop, in the order they came
+        self._told_at = 0.0
+        self._said: set[str] = set()  # what is said once
+
+    def run(self) -> int:
+        """Returns the exit status; leaves no process behind."""
+        with self._logs, self._heir, self._catching_signals():
+            self._logs.write_size(self._restarts.size)
+            say(f"{_processes(self._restarts.size)}, logs in {self._logs.folder}")
+            status = None
+            while status is None:
+                outcome = self._run_attempt()
+                status = self._after(outcome)
+            return status
+
+    @contextlib.contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        try:
+            for number, handler in before.items():
+                if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
+                    signal.signal(number, self._on_signal)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _) -> None:
+        now = time.monotonic()
+        if not self._told:
+            self._told_at = now
+        elif now - self._told_at < self._settings.repeat_seconds:
+            return
+        self._told.append(number)
+
+    # One attempt.
+
+    def _run_attempt(self) -> Outcome:
+        settings, logs = self._settings, self._logs
+        if self._told:
+            return Outcome("stop")
+        if (size := logs.told_size(self._restarts.size)) is not None:
+            before = self._restarts.size
+            self._restarts.resize(size)
+            self._resized(before, "a person has asked for it")
+        self._attempt += 1
+        size = self._restarts.size
+        port = free_port(self._ports)
+        envs = environment(
+            size, port=port, attempt=self._attempt, cpu_devices=settings.cpu_devices
+        )
+        self._watch.begin()
+        self._restarts.begin()
+        group = Group(self._heir, logs)
+        try:
+            header = f"attempt {self._attempt}, {_processes(size)}"
+            group.start(self._command, envs, header)
+            logs.event(
+                "start",
+                attempt=self._attempt,
+                processes=size,
+                port=port,
+                pids=[worker.pid for worker in group.workers],
+                command=self._command,
+            )
+            outcome = self._watch_group(group)
+        finally:
+            group.kill()
+        endings = group.endings(self._watch.steps)
+        for worker, ending in zip(group.workers, endings, strict=True):
+            by_us = f", told to end by the supervisor: {outcome.reason}"
+            text = f"attempt {self._attempt}: {ending}{by_us * worker.was_told}"
+            logs.note(worker.number, text)
+        return dataclasses.replace(outcome, endings=tuple(endings))
+
+    def _watch_group(self, group: Group) -> Outcome:
+        """Returns why the attempt ended; some workers may still have to be killed."""
+        settings, watch = self._settings, self._watch
+        while True:
+            group.poll()
+            self._look(group)  # after that, so that the last reports of the dead count
+            if self._told:
+                return self._stop(group)
+            if death := statuses.cause(group.endings(watch.steps)):
+                self._logs.event("death", attempt=self._attempt, **_fields(death))
+                if death.status == PREEMPTED:
+                    # The others are leaving too, and a second SIGTERM would end them
+                    # before they have saved.
+                    self._wait(group, settings.grace_seconds)
+                else:
+                    self._end(group, settings.end_seconds)
+                return Outcome("death", str(death), death)
+            if group.has_ended:
+                return Outcome("done")
+            if watch.has_stalled:
+                reason, fields = watch.words(), {"attempt": self._attempt}
+                self._logs.event("stall", **fields, step=watch.step, reason=reason)
+                self._end(group, settings.end_seconds)
+                return Outcome("stall", reason)
+            if (size := self._logs.told_size(self._restarts.size)) is not None:
+                reason = f"told to continue with {_processes(size)}"
+                say(f"{reason}: telling the workers to save and leave")
+                self._end(group, settings.grace_seconds)
+                return Outcome("resize", reason)
+            time.sleep(settings.poll_seconds)
+
+    def _look(self, group: Group) -> None:
+        """Takes in what the workers report, and shows what worker 0 prints."""
+        self._logs.show()
+        for worker in group.workers:
+            try:
+                report = progress_file.read(self._logs.progress(worker.number))
+            except ValueError as error:
+                self._say_once(str(error))
+                continue
+            if self._watch.see(worker.number, report):
+                self._restarts.progress()
+        if self._watch.is_for_life_only:
+            self._say_once("the workers report no progress: watched for life only")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._logs.event("note", text=text)
+            say(text)
+
+    def _end(self, group: Group, seconds: float) -> None:
+        """Tells all workers to end, and waits for them."""
+        for worker in group.workers:
+            worker.ask_to_end()
+        self._wait(group, seconds)
+
+    def _wait(self, group: Group, seconds: float) -> None:
+        """Waits for all workers to end; who has not after `seconds` will be killed."""
+        deadline = time.monotonic() + seconds
+        while not group.poll() and time.monotonic() < deadline:
+            if len(self._told) > 1:
+                break
+            self._look(group)
+            time.sleep(self._settings.poll_seconds)
+
+    def _stop(self, group: Group) -> Outcome:
+        """Lets the workers save and leave; a second signal kills them at once."""
+        seconds = self._settings.grace_seconds
+        name = statuses.signal_name(self._told[0])
+        say(
+            f"{name}: telling the workers to save and leave within {seconds:g} s; a "
+            "second signal kills them"
+        )
+        self._end(group, seconds)
+        return Outcome("stop", f"told to stop by {name}")
+
+    # Between attempts.
+
+    def _after(self, outcome: Outcome) -> int | None:
+        """The status to end with, or None for another attempt."""
+        if outcome.kind == "done":
+            self._logs.event("done", attempt=self._attempt)
+            say(f"done at attempt {self._attempt}")
+            return DONE
+        if self._told:
+            return self._stopped(outcome)
+        if outcome.kind == "resize":
+            return None
+        return self._decide(outcome)
+
+    def _decide(self, outcome: Outcome) -> int | None:
+        size = self._restarts.size
+        decision = self._restarts.after(outcome.death)
+        said = ""
+        if outcome.death is not None and outcome.death.status == BAD_INPUT:
+            said = f", saying {self._logs.last_line(outcome.death.worker)!r}"
+        say(f"attempt {self._attempt}: {outcome.reason}{said}; {decision.words}")
+        if decision.status is not None:
+            self._logs.event("failed", status=decision.status, reason=decision.words)
+            return decision.status
+        if self._restarts.size != size:
+            self._resized(size, decision.words)
+        self._logs.event(
+            "restart",
+            attempt=self._attempt + 1,
+            processes=self._restarts.size,
+            delay=decision.delay,
+            reason=outcome.reason,
+        )
+        deadline = time.monotonic() + decision.delay
+        while time.monotonic() < deadline and not self._told:
+            time.sleep(self._settings.poll_seconds)
+        return None
+
+    def _stopped(self, outcome: Outcome) -> int:
+        ends = [ending.status for ending in outcome.endings]
+        status = statuses.after_stop(ends, self._told[0])
+        self._logs.event("stop", signal=self._told[0], status=status)
+        words = "not every worker has saved; the last checkpoint is what is left"
+        if status == PREEMPTED:
+            words = "every worker has saved and left"
+        elif status == DONE:
+            words = "every worker is done"
+        say(f"stopped: {words}")
+        return status
+
+    def _resized(self, before: int, reason: str) -> None:
+        size = self._restarts.size
+        self._logs.write_size(size)
+        self._logs.event("resize", processes=size, before=before, reason=reason)
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' * (number != 1)}"
+
+
+def _fields(death: Ending) -> dict[str, int | str | None]:
+    ended = "signal" if death.status < 0 else "status"
+    return {
+        "worker": death.worker,
+        ended: abs(death.status),
+        "step": death.step,
+        "reason": str(death),
+    }
