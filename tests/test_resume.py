@@ -1,0 +1,73 @@
+"""A run goes on from the newest checkpoint that is what was saved."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tiny_runs import main, sets_of, train
+
+from meshloom.trainer import checkpoint, faults, manifest, metrics
+
+
+@pytest.fixture
+def folder(tmp_path, capfd):
+    """A run of 8 steps, saved at 4 and 8."""
+    assert main([*train(tmp_path / "run"), "--steps", "8"]) == 0
+    capfd.readouterr()
+    return tmp_path / "run"
+
+
+def again(folder) -> int:
+    return main([*train(folder), "--steps", "12", "--insist"])
+
+
+def tear_manifest(step: Path) -> None:
+    file = step / "manifest" / "metadata"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+DAMAGES = {
+    "a flipped bit": faults.flip_a_bit,
+    "a torn file": faults.tear_a_file,
+    "a missing file": faults.lose_a_file,
+    "a torn manifest": tear_manifest,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
+    name, folder, capfd
+):
+    DAMAGES[name](folder / "checkpoints" / "8")
+    assert again(folder) == 0
+    output = capfd.readouterr().out
+    assert f"Set aside as {folder}/checkpoints/corrupt-8." in output
+    assert "Resuming from step 4" in output
+    assert checkpoint.committed_steps(folder / "checkpoints") == [8, 12]
+    rows = metrics.read(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+
+
+def test_a_checkpoint_says_what_it_is(folder):
+    found = manifest.read(folder / "checkpoints", 8)
+    assert (found["step"], found["data"]["next_example"]) == (8, 8 * 16)
+    config = json.loads((folder / "config.json").read_text())
+    assert found["config_digest"] == config["digest"]
+    assert found["environment"]["num_processes"] == 1
+    array = found["arrays"]["params/embedding"]
+    assert (array["shape"], array["dtype"]) == ([64, 32], "float32")
+    assert found["arrays"].keys() > {"step", "params/blocks/mlp/down"}
+
+
+def test_the_state_of_another_model_is_refused_leaf_by_leaf(folder, capfd):
+    argv = [*train(folder), "--steps", "12", "--insist", *sets_of("model.d_ff=48")]
+    capfd.readouterr()
+    assert main(argv) == 2
+    error = capfd.readouterr().err
+    assert "does not fit this config" in error
+    assert (
+        "params/blocks/mlp/down: saved as float32[2,64,32], wanted as float32[2,48,32]"
+        in error
+    )
+    assert checkpoint.committed_steps(folder / "checkpoints") == [4, 8]

@@ -1,0 +1,96 @@
+"""What a checkpoint says of itself: digests of its arrays, and where they came from.
+
+It lies in the checkpoint, is committed with it, and does not depend on the mesh or the
+processes that wrote it, but for the lines that name them.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..sharding.naming import path_name
+from .digest import tree_digests
+
+FORMAT = 1
+ITEM = "manifest"  # the folder of a step that holds it
+
+
+class CorruptCheckpoint(ValueError):
+    """A committed checkpoint whose arrays are not those that were saved."""
+
+
+def make(step: int, tree: Any, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a tree of arrays, layers in their own order.
+
+    Args:
+      about: what else it shall say: config, mesh, position in the data, versions.
+    """
+    digests = tree_digests(tree)
+    shapes = describe(tree)
+    return {
+        "format": FORMAT,
+        "step": step,
+        "time": time.time(),
+        **about,
+        "arrays": {path: {**shapes[path], "digest": digests[path]} for path in shapes},
+    }
+
+
+def describe(tree: Any) -> dict[str, dict[str, Any]]:
+    """{path: shape and type} of a tree of arrays or shapes."""
+    return {
+        path_name(path): {"shape": list(x.shape), "dtype": np.dtype(x.dtype).name}
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def read(folder: Path, step: int) -> dict[str, Any]:
+    """The manifest of a committed step."""
+    path = Path(folder) / str(step) / ITEM / "metadata"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(
+            f"checkpoint {path.parents[1]}: its manifest cannot be read ({error})"
+        ) from error
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: expected a manifest of format {FORMAT}, found "
+            f"{found.get('format')!r}. It was written by another version."
+        )
+    return found
+
+
+def misfits(manifest: Mapping[str, Any], target: Any) -> list[str]:
+    """Leaf by leaf, why a checkpoint cannot be restored as `target`; [] if it can."""
+    saved, wanted = manifest["arrays"], describe(target)
+    lines = []
+    for path in dict.fromkeys([*wanted, *saved]):
+        if path not in saved:
+            lines.append(f"{path}: wanted, but not in the checkpoint")
+        elif path not in wanted:
+            lines.append(f"{path}: in the checkpoint, but not wanted")
+        else:
+            old, new = (words(arrays[path]) for arrays in (saved, wanted))
+            if old != new:
+                lines.append(f"{path}: saved as {old}, wanted as {new}")
+    return lines
+
+
+def differences(manifest: Mapping[str, Any], tree: Any) -> list[str]:
+    """Paths of arrays that are not what the manifest says."""
+    saved = manifest["arrays"]
+    return [
+        path
+        for path, digest in tree_digests(tree).items()
+        if saved[path]["digest"] != digest
+    ]
+
+
+def words(array: Mapping[str, Any]) -> str:
+    return f"{array['dtype']}[{','.join(map(str, array['shape']))}]"
