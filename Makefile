@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
 
-.PHONY: install dev train test lint types tests wheel-test benchmarks clean
+.PHONY: install dev train test lint types tests slow wheel-test benchmarks clean
 
 # One stamp for each set of extras: `make train EXTRA=cuda12` installs once more.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
@@ -52,6 +52,10 @@ ifeq ($(CHROMIUM),)
 endif
 	$(BIN)/python -m pytest -q $(ARGS)
 
+# Longer forms of tests that always run.
+slow: $(DEV)
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
 # The wheel in an environment of its own, used from another folder.
 wheel-test: $(DEV)
 	rm -rf build/lib build/wheel && mkdir -p build/wheel
@@ -64,6 +68,7 @@ wheel-test: $(DEV)
 benchmarks: $(DEV)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/pipeline.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -120,10 +120,10 @@ class Config:
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
     def init(self, key: jax.Array) -> Params:
-        return functional.init(self._make, key)
+        return functional.init(self.make, key)
 
     def axes(self) -> Params:
-        return functional.axes(self._make)
+        return functional.axes(self.make)
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
         """Names the dimensions of every array a batch may hold."""
@@ -150,17 +150,30 @@ class Config:
         self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(sum, weight, other sums of the same weight) over a batch's tokens."""
-        return functional.bind(self._make, params).loss(batch, shard)
+        return functional.bind(self.make, params).loss(batch, shard)
+
+    def block(
+        self, params: Params, x_BLD: jax.Array, batch: dict[str, Any], shard: Sharder
+    ) -> jax.Array:
+        """One block of the stack, on a batch that has positions."""
+        layer = functional.bind(functools.partial(Block, self), params)
+        return layer(x_BLD, batch["positions"], batch.get("segments"), shard)
+
+    def stack(self):
+        """The model in parts, as a pipeline takes it (meshloom.sharding.pipeline)."""
+        from .stages import TransformerStack
+
+        return TransformerStack(self)
 
     def logits(self, params: Params, tokens_BL: jax.Array, shard: Sharder) -> jax.Array:
-        model = functional.bind(self._make, params)
+        model = functional.bind(self.make, params)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
 
     def generate(self, params: Params, prompt_BP: jax.Array, num_tokens: int, **how):
         """The prompt continued by `num_tokens`; see decode.generate for the rest."""
         from .decode import generate
 
-        model = functional.bind(self._make, params)
+        model = functional.bind(self.make, params)
         return generate(model, prompt_BP, num_tokens, **how)
 
     def num_params(self) -> int:
@@ -184,7 +197,8 @@ class Config:
         return 6.0 * num_examples * length * (matmul + causal)
 
     @property
-    def _make(self):
+    def make(self):
+        """Makes the module, from random numbers."""
         return functools.partial(Transformer, self)
 
 
@@ -227,17 +241,12 @@ class Transformer(nnx.Module):
 
     def hidden(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
         """The residual stream after the last block."""
-        tokens_BL = batch["inputs"]
-        positions_BL = batch.get("positions")
-        if positions_BL is None:
-            positions_BL = jax.lax.broadcasted_iota(jnp.int32, tokens_BL.shape, 1)
-        segments_BL = batch.get("segments")
+        batch = with_positions(batch)
 
         def block(x_BLD, params):
-            layer = functional.bind(self.make_block, params)
-            return layer(x_BLD, positions_BL, segments_BL, shard), None
+            return self.config.block(params, x_BLD, batch, shard), None
 
-        x_BLD = self.embed(tokens_BL, positions_BL, shard)
+        x_BLD = self.embed(batch["inputs"], batch["positions"], shard)
         body = rematerialize(block, self.config.remat)
         return jax.lax.scan(body, x_BLD, self.block_params())[0]
 
@@ -260,7 +269,10 @@ class Transformer(nnx.Module):
         return logits
 
     def loss(self, batch: dict[str, jax.Array], shard: Sharder):
-        logits_BLV = self.head_logits(self.hidden(batch, shard), shard)
+        return self.head_loss(self.hidden(batch, shard), batch, shard)
+
+    def head_loss(self, x_BLD, batch: dict[str, jax.Array], shard: Sharder):
+        logits_BLV = self.head_logits(x_BLD, shard)
         nll_BL, z_BL = cross_entropy(
             logits_BLV, batch["targets"], z_loss=self.config.z_loss
         )
@@ -268,3 +280,9 @@ class Transformer(nnx.Module):
         nll, z = jnp.sum(nll_BL * weights_BL), jnp.sum(z_BL * weights_BL)
         metrics = {"penalty": z} if self.config.z_loss else {}
         return nll + z, jnp.sum(weights_BL), metrics
+
+
+def with_positions(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The batch with positions counted from 0, where it has none of its own."""
+    shape = batch["inputs"].shape
+    return {"positions": jax.lax.broadcasted_iota(jnp.int32, shape, 1)} | batch

@@ -91,6 +91,16 @@ def sequence() -> Rules:
     return Rules.of({"residual_length": "tensor"}, plan="sequence")
 
 
+def pipeline() -> Rules:
+    """Cuts the stack of blocks over the pipe axis, and what is stored of the weights
+    outside it too: there the step gathers them once.
+    """
+    rules = Rules.of({"layer": "pipe"}, plan="pipeline")
+    for role in ("param", "optimizer"):
+        rules += Rules.of({"embed": "pipe"}, role=role, plan="pipeline", also=True)
+    return rules
+
+
 PLANS: dict[str, Callable[[], Rules]] = {
     "data": data,
     "fsdp": fsdp,
@@ -98,6 +108,7 @@ PLANS: dict[str, Callable[[], Rules]] = {
     "tensor": tensor,
     "tensor2d": tensor2d,
     "sequence": sequence,
+    "pipeline": pipeline,
 }
 
 

@@ -9,7 +9,8 @@ this order. A candidate is a tuple of mesh axes; the empty tuple is "do not cut"
 
 A row without a role holds for all three. `a + b` is a table in which a row of b
 replaces the rows of a for the same name and role; what was replaced is kept, and
-`lint` tells of it.
+`lint` tells of it. A row of b that cuts `also` keeps what a says: it tries each
+candidate of a with its own mesh axes behind, then without.
 """
 
 import dataclasses
@@ -33,11 +34,13 @@ class Row:
     candidates: tuple[Candidate, ...]
     role: Role | None = None
     plan: str = "rules"
+    also: bool = False
 
     def __str__(self) -> str:
         tried = " | ".join("+".join(c) if c else "whole" for c in self.candidates)
         role = f" ({self.role})" if self.role else ""
-        return f"{self.name}{role} -> {tried}  [{self.plan}]"
+        also = "also " if self.also else ""
+        return f"{self.name}{role} -> {also}{tried}  [{self.plan}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,32 +67,55 @@ class Rules:
         *,
         role: Role | None = None,
         plan: str = "rules",
+        also: bool = False,
     ) -> "Rules":
         """Rules from {"mlp": "tensor", "batch": ("data", "fsdp"), "embed": None}.
 
         A list is several candidates in order: {"heads": ["tensor", None]} leaves
         heads whole where tensor does not divide them.
+
+        Args:
+          also: cut over these mesh axes beside those of the table it is added to; one
+            role and one candidate for each name.
         """
         if role is not None and role not in ROLES:
             raise ValueError(
                 f"role {role!r} of plan {plan!r} is unknown. Roles: {', '.join(ROLES)}."
             )
+        if also and (role is None or any(isinstance(v, list) for v in table.values())):
+            raise ValueError(
+                f"plan {plan!r}: rows that cut also over more mesh axes need one role "
+                f"and one candidate each, got role {role} and {dict(table)}"
+            )
         return cls(
             tuple(
-                Row(name, _candidates(name, value), role, plan)
+                Row(name, _candidates(name, value), role, plan, also)
                 for name, value in table.items()
             )
         )
 
     def __add__(self, other: "Rules") -> "Rules":
+        new = tuple(self._joined(row) if row.also else row for row in other.rows)
+        other = dataclasses.replace(other, rows=new)
         kept, replaced = [], [*self.replaced, *other.replaced]
         for row in self.rows:
             by = next((new for new in other.rows if _replaces(new, row)), None)
             if by is None:
                 kept.append(row)
-            elif by.candidates != row.candidates:
+            elif by.candidates != row.candidates and not _keeps(by, row):
                 replaced.append((row, by))
         return Rules((*kept, *other.rows), tuple(replaced))
+
+    def _joined(self, row: Row) -> Row:
+        """A row that cuts also, put together with what this table says."""
+        assert row.role is not None
+        base = self.find(row.name, row.role)
+        if base is None:
+            return row
+        more = row.candidates[0]
+        candidates = [c for b in base.candidates for c in ((*b, *more), b)]
+        plan = f"{base.plan}+{row.plan}"
+        return Row(row.name, tuple(candidates), row.role, plan)
 
     def find(self, name: str, role: Role) -> Row | None:
         """The row for a name in a role: one for this role before one for all."""
@@ -115,6 +141,11 @@ class Rules:
 
 def _replaces(new: Row, old: Row) -> bool:
     return new.name == old.name and (new.role is None or new.role == old.role)
+
+
+def _keeps(new: Row, old: Row) -> bool:
+    """Whether every candidate of the old row is still tried."""
+    return set(old.candidates) <= set(new.candidates)
 
 
 def _candidates(name: str, value: CandidatesLike) -> tuple[Candidate, ...]:

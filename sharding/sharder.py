@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from .mesh import mesh_sizes
 from .resolve import Axes, resolve_dimensions, spec_of
 from .rules import Role, Rules
 
@@ -16,9 +18,11 @@ class Sharder:
 
     A model takes one as an argument and never names a mesh axis. `Sharder()` has no
     mesh and constrains nothing: for one device, or to use a model without any of this.
+    Inside a shard_map, give it `jax.sharding.get_abstract_mesh()`: the axes that are
+    manual there are no longer its business.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     rules: Rules = Rules()
 
     def __call__(
@@ -46,10 +50,23 @@ class Sharder:
         )
         return _move(stored, compute, gradient, w)
 
+    def spec(self, shape: tuple[int, ...], axes: Axes) -> P:
+        """How the rules cut an activation of this shape."""
+        return P() if self.is_single else self._sharding(shape, axes, "compute").spec
+
     @property
     def is_single(self) -> bool:
         """Whether there is one device only, so that nothing is ever cut."""
-        return self.mesh is None or self.mesh.size == 1
+        return all(size == 1 for size in self._sizes.values())
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Of the axes that may cut; manual ones have done so already."""
+        if self.mesh is None:
+            return {}
+        manual = self.mesh.manual_axes
+        sizes = mesh_sizes(self.mesh)
+        return {axis: 1 if axis in manual else size for axis, size in sizes.items()}
 
     def _sharding(
         self,
@@ -61,7 +78,7 @@ class Sharder:
         assert self.mesh is not None
         name = f"{what} [{', '.join(map(str, axes))}]"
         dims = resolve_dimensions(
-            axes, shape, self.rules, self.mesh, name=name, role=role
+            axes, shape, self.rules, self._sizes, name=name, role=role
         )
         return NamedSharding(self.mesh, spec_of(dims))
 

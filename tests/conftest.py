@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = (
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 # Compiled programs are kept between runs, also for the processes that tests start.
 CACHE = pathlib.Path(__file__).parents[1] / "build" / "test-cache"
@@ -27,6 +28,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     assert jax.device_count() == 8, jax.devices()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_compiled_programs(request):
+    """Off for pipelines: from the cache, their programs hang (see trainer/setup.py)."""
+    name = request.module.__name__.split(".")[-1]
+    jax.config.update("jax_enable_compilation_cache", "pipeline" not in name)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -22,9 +22,20 @@ FLAGS = {
     "config show": CONFIG_FLAGS,
     "config diff": {"A", "B"},
     "data build": {"--input", "--output", "--tokenizer", "--shard-size"},
+    "plan schedule": {"--stages", "--microbatches", "--schedule", "--chunks"}
+    | {"--remat", "--activation", "--residual", "--layers", "--weights", "--fsdp"}
+    | {"--svg", "--json"},
     "generate": {"RUN", "--prompt", "--tokens", "--temperature", "--top-k"}
     | {"--seed", "--step", "--mesh"},
     "report": {"RUN", "--output"},
+    "ckpt ls": {"RUN"},
+    "ckpt inspect": {"RUN", "--step"},
+    "ckpt verify": {"RUN", "--step"},
+    "ckpt diff": {"RUN", "OTHER", "--step", "--other-step"},
+    "ckpt export": {"RUN", "--step", "--output", "--all"},
+    "launch local": {"--processes", "--min-processes", "--cpu-devices", "--logs"}
+    | {"--max-restarts", "--stall-seconds", "--start-seconds", "--grace-seconds"}
+    | {"COMMAND"},
 }
 HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
 

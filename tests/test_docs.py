@@ -9,6 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from test_docs_sharding import JAX_ONLY
+
+from meshloom.sharding.pipeline import schedule
+from meshloom.sharding.pipeline.picture import svg
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
@@ -115,3 +119,23 @@ assert model.model_flops(batch) > 0
     namespace: dict = {}
     exec(source + check, namespace)
     assert namespace["resolved"].bytes == 8 * 4 * 4
+
+
+def test_python_of_the_pipeline_page_runs_with_jax_alone(tmp_path):
+    (source,) = blocks("docs/pipeline.md", "python")
+    found = subprocess.run(
+        [sys.executable, "-c", JAX_ONLY + source],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},
+    )
+    assert found.returncode == 0, found.stderr
+    assert "up is P('pipe', None, 'tensor')" in found.stdout
+
+
+@pytest.mark.parametrize("name", schedule.NAMES)
+def test_pictures_of_schedules_are_those_the_command_draws(name):
+    picture = (ROOT / "docs" / f"pipeline-{name}.svg").read_text()
+    assert picture.strip() == svg(schedule.make(name, 4, 8)).strip()

@@ -4,16 +4,16 @@ collectives that the plan asks for.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import numpy as np
 import pytest
+import short_runs
+from short_runs import check_cut, run
 
 from meshloom.models import transformer
-from meshloom.sharding import MeshSpec
 from meshloom.sharding.audit import audit
-from meshloom.trainer import data, loop, optimizers, schedules, setup, train
+from meshloom.trainer import data, optimizers, schedules, setup, train
 
 LAYERS, WIDTH, HIDDEN, VOCAB, BATCH, LENGTH = 3, 64, 128, 320, 16, 32
 NUM_STEPS = 20
@@ -98,53 +98,9 @@ def compiled(name: str):
 
 
 def prepare(mesh: str, plan: str, num_microbatches: int) -> setup.Setup:
-    spec = MeshSpec.parse(mesh)
-    config = dataclasses.replace(
-        CONFIG, mesh=spec, plan=plan, num_microbatches=num_microbatches
+    return short_runs.prepare(
+        CONFIG, mesh, plan=plan, num_microbatches=num_microbatches
     )
-    num_devices = math.prod(spec.abstract().axis_sizes)
-    return setup.prepare(config, jax.devices()[:num_devices])
-
-
-def run(prepared: setup.Setup, step_fn):
-    """(parameters at step 0, losses) by the trainer's own loop and data."""
-    config = prepared.config
-    state = prepared.layout.create(jax.random.key(config.seed), prepared.mesh)
-    initial = jax.device_get(state.params)
-    check_cut(prepared, state)
-    rows = []
-    with data.device_batches(
-        prepared.train_data,
-        data.Order(len(prepared.train_data), config.seed),
-        batch_size=config.batch_size,
-        shardings=prepared.batch_shardings,
-        start=0,
-        stop=NUM_STEPS,
-    ) as batches:
-        state = loop.run(
-            step_fn,
-            state,
-            batches,
-            start=0,
-            num_steps=NUM_STEPS,
-            record=rows.extend,
-        )
-    check_cut(prepared, state)
-    return initial, np.array([row["loss"] for row in rows])
-
-
-def check_cut(prepared: setup.Setup, state) -> None:
-    """Each parameter's local piece has the size the plan promises."""
-    for resolved, array in zip(
-        prepared.layout.params.arrays, jax.tree.leaves(state.params), strict=True
-    ):
-        piece = array.addressable_shards[0].data
-        assert piece.size * resolved.ways == array.size, resolved.path
-    for resolved, array in zip(
-        prepared.layout.opt_state.arrays, jax.tree.leaves(state.opt_state), strict=True
-    ):
-        piece = array.addressable_shards[0].data
-        assert piece.size * resolved.ways == array.size, resolved.path
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +112,7 @@ def reference():
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_is_the_same_on_every_mesh(name, reference):
     prepared, step_fn = compiled(name)
-    initial, losses = run(prepared, step_fn)
+    initial, losses, _ = run(prepared, step_fn)
     jax.tree.map(np.testing.assert_array_equal, initial, reference[0])
     # Sums in another order differ in the last bits, which 20 steps may amplify.
     np.testing.assert_allclose(losses, reference[1], rtol=1e-5)

@@ -121,6 +121,64 @@ def test_the_summed_gradient_of_a_look_up_gives_its_fsdp_axis_to_the_width():
     assert gradient["g"] == P("data", "fsdp")
 
 
+PIPE = MeshSpec(pipe=2, fsdp=2, tensor=2).abstract()
+
+
+def piped(plan: str, role) -> dict[str, P]:
+    return resolve(TREE, parse_plan(plan), PIPE, axes=AXES, role=role).specs()
+
+
+def test_pipeline_cuts_layers_and_what_is_stored_outside_them():
+    for role in ("param", "optimizer"):
+        found = piped("data+pipeline", role)
+        assert found["query"] == P("pipe", None, None, None)
+        assert found["table"] == P(None, "pipe")
+        assert found["up"] == P("pipe", None)
+        assert found["scale"] == P(None)
+    found = piped("data+pipeline", "compute")
+    assert found["query"] == P("pipe", None, None, None)
+    # Work outside the layers is done with whole weights, by all stages together.
+    assert found["table"] == P(None, None)
+    assert found["residual"] == P("fsdp", None, None)
+
+
+def test_pipeline_cuts_beside_fsdp_and_tensor():
+    found = piped("data+fsdp+tensor+pipeline", "param")
+    # Layers have taken the pipe axis, so the width has fsdp alone.
+    assert found["query"] == P("pipe", "fsdp", "tensor", None)
+    assert found["table"] == P("tensor", ("fsdp", "pipe"))
+    assert piped("data+fsdp+tensor+pipeline", "compute")["table"] == P("tensor", None)
+
+
+def test_pipeline_after_zero_stage_1_cuts_more_of_the_optimizer_only():
+    assert piped("data+zero1+pipeline", "param")["table"] == P(None, "pipe")
+    assert piped("data+zero1+pipeline", "optimizer")["table"] == P(
+        None, ("fsdp", "pipe")
+    )
+
+
+def test_pipeline_keeps_the_blocks_of_tensor2d():
+    found = piped("data+tensor2d+pipeline", "param")
+    assert found["query"] == P("pipe", "fsdp", "tensor", None)
+    assert found["table"] == P("tensor", ("fsdp", "pipe"))
+    compute = piped("data+tensor2d+pipeline", "compute")
+    assert compute["table"] == P("tensor", "fsdp")
+
+
+def test_pipeline_leaves_a_width_alone_that_all_axes_together_do_not_divide():
+    tree = {"table": jax.ShapeDtypeStruct((8, 6), "float32")}
+    axes = {"table": ("vocab", "embed")}
+    rules = parse_plan("data+fsdp+tensor+pipeline")
+    found = resolve(tree, rules, PIPE, axes=axes, role="param").specs()
+    assert found["table"] == P("tensor", "fsdp")
+
+
+def test_pipeline_replaces_nothing():
+    rules = parse_plan("data+fsdp+tensor+pipeline")
+    replaced = [old for old, _ in rules.replaced if old.candidates != ((),)]
+    assert not replaced
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_adds_to_data_and_names_real_axes(name):
     rules = parse_plan(f"data + {name}")
@@ -135,7 +193,7 @@ def test_unknown_plan():
         parse_plan("data+tesnor")
     assert str(error.value) == (
         "plan 'data+tesnor': 'tesnor' is no plan. Plans: data, fsdp, zero1, tensor, "
-        "tensor2d, sequence."
+        "tensor2d, sequence, pipeline."
     )
     with pytest.raises(ValueError, match="plan '': '' is no plan"):
         parse_plan("")

@@ -92,6 +92,14 @@ def test_figures_are_unknown_before_they_are_measured(clock):
     assert progress.time_left() == "18 s left"
 
 
+def test_the_bubble_of_a_pipeline_stands_beside_the_speed(clock):
+    progress = progress_on(io.StringIO(), clock, peak=None, bubble=0.158)
+    progress.update(1, {"loss": 1.0})
+    assert progress.figures() == [
+        "loss 1.0000", "– tokens/s", "bubble 16 % (simulated)"
+    ]  # fmt: skip
+
+
 def test_an_unknown_peak_is_left_out(clock):
     progress = progress_on(io.StringIO(), clock, peak=None)
     progress.update(1, {"loss": 1.0})

@@ -13,10 +13,12 @@ import subprocess
 import numpy as np
 import pytest
 
+from meshloom.sharding.pipeline import make, simulate
 from meshloom.trainer import charts, curves, metrics
 from meshloom.trainer.report import write_report
 
 NUM_STEPS, SPIKE, NAN = 3000, 1200, 2000
+PIPELINE = {"start": 0, "derived": True, **simulate(make("1f1b", 4, 8)).to_json()}
 SAMPLE = 'def <b>main</b>():\n    print("</pre><script>window.hacked = 1</script>")\n'
 
 
@@ -36,6 +38,8 @@ def train_rows():
         }
         if step % 10 == 0:
             row["tokens_per_s"] = 41000 + 900 * random.normal()
+            row["step_s"] = 2048 / row["tokens_per_s"]
+            row["bubble"] = PIPELINE["bubble"]
         yield row
 
 
@@ -77,7 +81,7 @@ def sharding():
     ]
     return {
         "arrays": arrays,
-        "mesh": {"pipe": 1, "data": 2, "fsdp": 2, "tensor": 2},
+        "mesh": {"pipe": 4, "data": 2, "fsdp": 2, "tensor": 2},
         "totals": {"bytes": 29_000_000, "bytes_per_device": 7_300_000, "arrays": 5},
     }
 
@@ -96,6 +100,7 @@ def run(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(config()))
     (folder / "config.gin").write_text("Model.d_model = 384  # <wide>\n")
     (folder / "sharding.json").write_text(json.dumps(sharding()))
+    (folder / "pipeline.json").write_text(json.dumps(PIPELINE))
     (folder / "environment.json").write_text(
         json.dumps({"jax": "0.10.2", "devices": 8, "command": "meshloom train <x>"})
     )
@@ -143,7 +148,7 @@ def test_report_shows_state_figures_and_tables(report):
     # The four that were set and the one that holds markup, not the forty defaults.
     assert text.count('<tr class="changed">') == 5
     assert "(5 of 45)" in text and "default.gin:12" in text
-    assert "data 2 × fsdp 2 × tensor 2" in text and "7.3 MB" in text
+    assert "pipe 4 × data 2 × fsdp 2 × tensor 2" in text and "7.3 MB" in text
     assert "Largest replicated arrays" in text and "tensor, fsdp+data" in text
     assert "–, fsdp, tensor" in text and "–, embed, mlp" in text
     assert text.count("norm/scale") == 2 and text.count("embed/table") == 1
@@ -308,6 +313,9 @@ filter.value = "option_1 1.";
 filter.dispatchEvent(new Event("input"));
 seen.rows = [...document.querySelectorAll(".config tbody tr")].filter(
   (row) => row.offsetHeight > 0).length;
+seen.schedule = [...document.querySelectorAll(".schedule rect")].map(
+  (rect) => getComputedStyle(rect).fill);
+seen.card = getComputedStyle(document.querySelector(".chart")).backgroundColor;
 seen.wide = document.documentElement.scrollWidth > window.innerWidth;
 seen.hacked = window.hacked === 1;
 seen.errors = window.errors;
@@ -354,12 +362,15 @@ def test_browser_draws_the_curves_without_script_errors(report, tmp_path, width)
     seen = json.loads(html.unescape(found))
 
     assert seen["errors"] == [] and not seen["hacked"] and not seen["wide"]
-    # Loss has 3 curves, gradient norm and throughput 2, the others 1. In the units
-    # of the drawing, 1000 x 400, a curve spans most of the steps and some height.
-    assert len(seen["linear"]) == 9 and len(seen["log"]) == 3
+    # Loss and step time have 3 curves, gradient norm and throughput 2, the others 1.
+    # In the units of the drawing, 1000 x 400, a curve spans most of the steps and some
+    # height.
+    assert len(seen["linear"]) == 12 and len(seen["log"]) == 3
     for box_width, box_height, length in seen["linear"] + seen["log"]:
         assert 900 <= box_width <= 1000 and 10 < box_height <= 400 and length >= 900
     assert seen["hidden"] == "none"
+    # Paper, three swatches, four stages, 32 forwards and backwards each.
+    assert len(seen["schedule"]) == 72 and seen["schedule"][0] == seen["card"]
     raw, _, _, step = seen["spike"]
     assert step == str(SPIKE) and float(raw) > 7 and seen["guide"] == "40%"
     assert seen["nan"][0] == "not finite" and seen["nan"][-1] == str(NAN)

@@ -68,6 +68,74 @@ def test_a_row_said_twice_is_not_called_replaced():
     assert (tensor() + tensor()) == tensor()
 
 
+def also(**table) -> Rules:
+    return Rules.of(table, role="param", plan="more", also=True)
+
+
+def candidates(rules: Rules, role="param"):
+    row = rules.find("embed", role)
+    return row and row.candidates
+
+
+def test_a_row_that_cuts_also_tries_each_candidate_with_its_axes_behind():
+    base = Rules.of({"embed": ["fsdp", ("data", "tensor")]}, plan="base")
+    rules = base + also(embed="pipe")
+    assert candidates(rules) == (
+        ("fsdp", "pipe"),
+        ("fsdp",),
+        ("data", "tensor", "pipe"),
+        ("data", "tensor"),
+    )
+    assert candidates(rules, "compute") == candidates(base)
+    row = rules.find("embed", "param")
+    assert row and str(row) == (
+        "embed (param) -> fsdp+pipe | fsdp | data+tensor+pipe | data+tensor  "
+        "[base+more]"
+    )
+
+
+def test_it_cuts_what_was_whole_and_says_whole_last():
+    rules = Rules.of({"embed": None}) + also(embed="pipe")
+    assert candidates(rules) == (("pipe",), ())
+
+
+def test_it_replaces_nothing():
+    rules = Rules.of({"embed": "fsdp"}, role="param") + also(embed="pipe")
+    assert rules.replaced == ()
+    assert len(rules.rows) == 1
+
+
+def test_without_a_table_before_it_stands_as_it_is():
+    rules = also(embed="pipe")
+    assert candidates(rules) == (("pipe",),)
+    assert str(rules) == "embed (param) -> also pipe  [more]"
+
+
+def test_it_waits_for_the_table_it_is_added_to():
+    parts = Rules.of({"mlp": "tensor"}) + also(embed="pipe")
+    rules = Rules.of({"embed": "fsdp"}) + parts
+    assert candidates(rules) == (("fsdp", "pipe"), ("fsdp",))
+
+
+def test_a_later_row_has_its_say_over_both():
+    rules = Rules.of({"embed": "fsdp"}) + also(embed="pipe")
+    rules += Rules.of({"embed": None}, plan="last")
+    assert candidates(rules) == ((),)
+    assert [new.plan for _, new in rules.replaced] == ["last", "last"]
+
+
+@pytest.mark.parametrize(
+    ("table", "role"), [({"embed": "pipe"}, None), ({"embed": ["pipe", None]}, "param")]
+)
+def test_cutting_also_needs_one_role_and_one_candidate(table, role):
+    with pytest.raises(ValueError) as error:
+        Rules.of(table, role=role, plan="mine", also=True)
+    assert str(error.value) == (
+        "plan 'mine': rows that cut also over more mesh axes need one role and one "
+        f"candidate each, got role {role} and {table}"
+    )
+
+
 def test_addition_is_associative():
     a, b, c = data(), fsdp(), tensor()
     assert ((a + b) + c).rows == (a + (b + c)).rows

@@ -101,6 +101,73 @@ def test_is_single():
     assert not SHARD.is_single
 
 
+ROWS = P(("data", "fsdp"))
+
+
+def inside(f, *arrays, axes=("data", "fsdp"), specs=None, out=ROWS):
+    """f(sharder, ...) in a shard_map over `axes`, which are manual there."""
+
+    def body(*arrays):
+        return f(Sharder(jax.sharding.get_abstract_mesh(), SHARD.rules), *arrays)
+
+    mapped = jax.shard_map(
+        body,
+        mesh=MESH,
+        axis_names=set(axes),
+        in_specs=specs or (ROWS,) * len(arrays),
+        out_specs=out,
+    )
+    return jax.jit(mapped)(*arrays)
+
+
+def test_manual_axes_are_left_alone_and_the_others_cut():
+    y = inside(lambda shard, x: shard(2 * x, ("batch", "mlp")), jnp.ones((8, 16)))
+    assert same(y, P(("data", "fsdp"), "tensor"))
+    assert {s.data.shape for s in y.addressable_shards} == {(2, 8)}
+
+
+def test_a_size_that_manual_axes_do_not_divide_is_no_error_inside():
+    """A batch of 3 on each device: it is cut already."""
+    y = inside(lambda shard, x: shard(x, ("batch", "mlp")), jnp.ones((12, 16)))
+    assert {s.data.shape for s in y.addressable_shards} == {(3, 8)}
+
+
+def test_a_weight_inside_moves_over_the_other_axes_only():
+    def gradient(shard, w, x):
+        w = jax.lax.pcast(w, ("data", "fsdp"), to="varying")
+        g = jax.grad(loss, argnums=1)(shard, w, x)
+        return jax.lax.psum(g, ("data", "fsdp"))
+
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    g = inside(gradient, W, x, specs=(P(), ROWS), out=P())
+    assert same(g, P(None, "tensor"))
+    expected = jax.grad(loss, argnums=1)(Sharder(), W, x)
+    # Sums over 8 examples in another order.
+    np.testing.assert_allclose(g, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_all_axes_manual_is_one_device():
+    def body(shard, x):
+        assert shard.is_single
+        y = shard(x, ("no", "rules"))
+        assert y is x and shard.spec(x.shape, ("no", "rules")) == P()
+        return y
+
+    inside(body, jnp.ones((8, 4)), axes=MESH.axis_names)
+
+
+def test_spec_says_how_an_activation_is_cut():
+    shape, axes = (8, 4, 16), ("batch", None, "mlp")
+    assert SHARD.spec(shape, axes) == P(("data", "fsdp"), None, "tensor")
+    assert Sharder().spec(shape, axes) == P()
+
+    def body(shard, x):
+        assert shard.spec(x.shape, axes) == P(None, None, "tensor")
+        return x
+
+    inside(body, jnp.ones(shape))
+
+
 def test_errors_say_what_was_being_cut():
     with pytest.raises(ValueError) as error:
         SHARD(jnp.ones((6, 4)), ("batch", "length"))

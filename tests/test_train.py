@@ -159,6 +159,8 @@ def test_every_step_is_recorded_once(straight):
     rows = metrics.read(folder / "metrics.jsonl")
     rates = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
     assert rates and all(math.isfinite(rate) and rate > 0 for rate in rates)
+    for row in rows:
+        assert ("step_s" in row) == ("tokens_per_s" in row) and "bubble" not in row
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in output
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import cli_ckpt
+
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
 # What shells report for Ctrl-C, and for a pipe whose reader has gone.
@@ -81,8 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_config(commands)
     _add_data(commands)
+    _add_plan(commands)
     _add_generate(commands)
     _add_report(commands)
+    cli_ckpt.add(commands, _command)
+    _add_launch(commands)
     return parser
 
 
@@ -191,6 +196,63 @@ def _add_data(commands) -> None:
     )
 
 
+def _add_plan(commands) -> None:
+    parser = commands.add_parser("plan", help="say what a run costs, before it starts")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    schedule = _command(
+        actions,
+        "schedule",
+        _plan_schedule,
+        "draw a pipeline's schedule, and compare the bubble and memory of all",
+    )
+    for flag in ("--stages", "--microbatches"):
+        schedule.add_argument(flag, type=int, required=True, metavar="N")
+    schedule.add_argument(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help="gpipe, 1f1b or interleaved; default: 1f1b",
+    )
+    schedule.add_argument(
+        "--chunks",
+        type=int,
+        metavar="N",
+        help="chunks of layers a stage has in interleaved; default: 2",
+    )
+    schedule.add_argument(
+        "--remat",
+        default="save-named",
+        metavar="POLICY",
+        help="none, save-named, save-dots or full; default: save-named",
+    )
+    schedule.add_argument(
+        "--activation",
+        metavar="BYTES",
+        help="of one microbatch between two layers on one device, such as 64MiB",
+    )
+    schedule.add_argument(
+        "--residual",
+        action="append",
+        default=[],
+        metavar="POLICY=BYTES",
+        help="what a layer keeps of a microbatch under none, save-named or save-dots; "
+        "may be repeated",
+    )
+    schedule.add_argument("--layers", type=int, metavar="N", help="layers of a stage")
+    schedule.add_argument(
+        "--weights",
+        metavar="BYTES",
+        help="of a stage in float32, before fsdp cuts them, such as 4GiB",
+    )
+    schedule.add_argument(
+        "--fsdp", type=int, metavar="N", help="parts that weights are cut into"
+    )
+    schedule.add_argument(
+        "--svg", type=Path, metavar="FILE", help="write the picture to a file"
+    )
+    schedule.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _add_generate(commands) -> None:
     parser = _command(
         commands, "generate", _generate, "continue a text with a trained model"
@@ -218,6 +280,16 @@ def _add_report(commands) -> None:
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN")
     parser.add_argument("--output", type=Path, metavar="FILE")
+
+
+def _add_launch(commands) -> None:
+    from ..launch import local
+
+    parser = commands.add_parser(
+        "launch", help="start the processes of a job, and bring them back"
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    local.add_flags(_command(actions, "local", local.launch, local.SUMMARY))
 
 
 def _train(args) -> int | None:
@@ -251,6 +323,12 @@ def _data_build(args) -> None:
     corpus.build_with_progress(
         args.input, args.output, tokenizer=args.tokenizer, **settings
     )
+
+
+def _plan_schedule(args) -> None:
+    from . import plan_schedule
+
+    plan_schedule.show(args)
 
 
 def _generate(args) -> None:

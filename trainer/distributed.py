@@ -100,6 +100,11 @@ def agree(what: str, value: int) -> int:
     return value
 
 
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in any process of the job."""
+    return any(_gather(flag))
+
+
 def wait_for_all(where: str) -> None:
     """Returns once every process of the job has come here."""
     from jax.experimental import multihost_utils

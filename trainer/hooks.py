@@ -13,16 +13,22 @@ from .data import Dataset, Order, Shardings, device_batches
 from .loop import Row
 from .metrics import Writer
 from .progress import Progress
+from .setup import Setup
 from .state import State
 
 
 @dataclasses.dataclass
 class Recorder:
-    """Shows and writes the figures of every step, and stops at one not finite."""
+    """Shows and writes the figures of every step, and stops at one not finite.
+
+    Attributes:
+      bubble: simulated share of a pipeline's step; None without one.
+    """
 
     progress: Progress
     writers: Sequence[Writer]
     tokens_per_step: float
+    bubble: float | None = None
 
     def __call__(self, rows: list[Row]) -> None:
         if not rows:
@@ -31,6 +37,9 @@ class Recorder:
         rate = self.progress.rate.steps_per_s
         if rate is not None:
             rows[-1]["tokens_per_s"] = rate * self.tokens_per_step
+            rows[-1]["step_s"] = 1 / rate
+            if self.bubble is not None:
+                rows[-1]["bubble"] = self.bubble
         for writer in self.writers:
             writer.write("train", rows)
         for row in rows:
@@ -88,8 +97,10 @@ class Save:
 
     every: int
     checkpoints: Checkpoints
+    setup: Setup
     progress: Progress
 
     def __call__(self, step: int, state: State) -> None:
-        self.checkpoints.save(step, state)
+        canonical = self.setup.layout.canonical(state, self.setup.mesh)
+        self.checkpoints.save(step, canonical, self.setup.about(step))
         self.progress.rate.restart()

@@ -68,6 +68,7 @@ class Progress:
     Args:
       start: the step the run starts or resumes from.
       peak: of all devices together; None leaves the share of the peak out.
+      bubble: simulated share of a pipeline's step; None without one.
       enabled: False on all processes but one, which then show nothing.
       every, seconds: without a terminal a line is written when this many steps or
         seconds have passed since the last one, whichever comes first.
@@ -82,6 +83,7 @@ class Progress:
         peak: Peak | None,
         console: Console | None = None,
         *,
+        bubble: float | None = None,
         enabled: bool = True,
         every: int = 100,
         seconds: float = 10.0,
@@ -93,6 +95,7 @@ class Progress:
         self._tokens_per_step = tokens_per_step
         self._flops_per_step = model_flops_per_step
         self._peak = peak
+        self._bubble = bubble
         self._console = console or Console()
         self._enabled = enabled
         self._every, self._seconds = every, seconds
@@ -139,6 +142,8 @@ class Progress:
         if self._tokens_per_step is not None:
             speed = human(rate * self._tokens_per_step) if rate else UNKNOWN
             parts.append(f"{speed} tokens/s")
+        if self._bubble is not None:
+            parts.append(f"bubble {100 * self._bubble:.0f} % (simulated)")
         if self._flops_per_step is not None and self._peak is not None:
             share = UNKNOWN
             if rate:

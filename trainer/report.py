@@ -7,6 +7,7 @@ from . import report_sections as sections
 from .metrics import replace_text
 from .report_data import read_run
 from .report_page import page
+from .report_pipeline import pipeline
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -25,6 +26,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     body = [
         sections.header(content),
         sections.curves(content),
+        pipeline(content),
         sections.sample(content),
         sections.configuration(content),
         sections.sharding(content),

@@ -13,6 +13,11 @@ from . import metrics
 
 # Where the root of a config says how long a run is.
 _TOTAL_KEYS = ("num_steps", "steps")
+# What the report shows of pipeline.json.
+_PIPELINE_KEYS = frozenset(
+    """start derived name num_stages num_chunks num_microbatches bubble ratio slots
+    remat gather ideal""".split()
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,7 @@ class Run:
     gin: str | None
     environment: dict[str, Any] | None
     sharding: dict[str, Any] | None
+    pipeline: dict[str, Any] | None
     sample: str | None
 
     @property
@@ -69,6 +75,7 @@ def read_run(folder: Path) -> Run:
         gin=_read_text(folder / "config.gin"),
         environment=_read_json(folder / "environment.json"),
         sharding=_read_json(folder / "sharding.json"),
+        pipeline=_read_pipeline(folder / "pipeline.json"),
         sample=_read_text(folder / "sample.txt"),
     )
 
@@ -113,6 +120,15 @@ def _rows(path: Path) -> list[dict[str, Any]]:
                 "repair or remove the line"
             )
     return rows
+
+
+def _read_pipeline(path: Path) -> dict[str, Any] | None:
+    content = _read_json(path)
+    if content is not None and (missing := _PIPELINE_KEYS - content.keys()):
+        raise ValueError(
+            f"{path}: found no {', '.join(sorted(missing))}; restore or remove the file"
+        )
+    return content
 
 
 def _read_text(path: Path) -> str | None:

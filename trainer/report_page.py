@@ -102,6 +102,10 @@ margin-bottom:.7rem}
 background:var(--card);border:1px solid var(--rule);border-radius:7px;
 padding:.35rem .7rem;width:min(20rem,100%)}
 .config:has(.changed-switch:checked) tbody tr:not(.changed),tr[hidden]{display:none}
+.schedule{overflow-x:auto;margin:1.2rem 0}
+.schedule svg{display:block;max-width:max(100%,46rem);height:auto}
+.schedule pre{white-space:pre}
+.note{margin:.8rem 0 0;color:var(--soft);font-size:.85rem}
 details{margin-top:.8rem}
 summary{cursor:pointer;color:var(--soft);font-size:.85rem}
 pre{margin:.6rem 0 0;padding:1.1rem 1.3rem;background:var(--card);

@@ -17,8 +17,10 @@ _TITLES = {
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
     "tokens_per_s": "Throughput, tokens/s",
+    "step_s": "Step time, s",
     "bits_per_byte": "Evaluation: bits per byte",
 }
+_FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_s", "step_s")
 _NUM_LARGEST = 12
 _NUM_LAST = 50
 
@@ -83,6 +85,9 @@ def curves(run: Run) -> str:
     if not run.train:
         return section("Curves", absent("No step was recorded yet."))
     train, evals, last = columns(run.train), columns(run.evals), run.last_step
+    step_time = _step_time(run)
+    for name in ("step_s", "bubble"):
+        train.pop(name, None)
     found: list[tuple[str, tuple[Curve, ...]]] = []
     loss = _with_mean("training", *train.pop("loss")) if "loss" in train else ()
     if "loss" in evals:
@@ -96,13 +101,15 @@ def curves(run: Run) -> str:
             found.append((name, (line,)))
         else:
             found.append((name, _with_mean(_words(name), steps, values)))
+    if step_time:
+        found.append(("step_s", step_time))
     charts = [
         Chart(
             name=f"{index}-{re.sub('[^A-Za-z0-9_-]', '-', name)}",
             title=_TITLES.get(name, _words(name).capitalize()),
             curves=lines,
             last_step=last,
-            from_zero=name in ("learning_rate", "grad_norm", "tokens_per_s"),
+            from_zero=name in _FROM_ZERO,
             with_log=name in ("loss", "grad_norm"),
             wide=name == "loss",
         )
@@ -112,6 +119,22 @@ def curves(run: Run) -> str:
     if not run.evals:
         html += absent("No evaluation yet (eval.jsonl).")
     return section("Curves", html)
+
+
+def _step_time(run: Run) -> tuple[Curve, ...]:
+    """Returns the step time and, for steps by a pipeline, the part that is bubble.
+
+    Without a pipeline it is the throughput turned over, which needs no second chart.
+    """
+    rows = [row for row in run.train if {"step_s", "bubble"} <= row.keys()]
+    if not rows:
+        return ()
+    steps = np.array([row["step"] for row in rows])
+    lost = np.array([row["step_s"] * row["bubble"] for row in rows])
+    return (
+        *_with_mean("measured", *columns(run.train)["step_s"]),
+        _evaluation("of it bubble, simulated", steps, lost),
+    )
 
 
 def _words(name: str) -> str:

@@ -115,6 +115,11 @@ class RunFolder:
         if self.is_writer:
             replace_text(self.path / name, text)
 
+    def remove(self, name: str) -> None:
+        """Removes a file of an earlier part of the run that holds no longer."""
+        if self.is_writer:
+            (self.path / name).unlink(missing_ok=True)
+
 
 def _is_full_disk(error: Exception) -> bool:
     """Orbax reports a full disk as a ValueError that quotes the system's message."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..sharding import Sharder, parse_plan
+from ..sharding import Sharder, parse_plan, resolve
 from .config_tree import label
 
 if TYPE_CHECKING:
@@ -26,9 +26,17 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
 ) -> str:
-    """The prompt and its continuation. All processes of a job must call it."""
-    # One row of batch cannot be cut: only the cuts of the weights stay.
-    shard = Sharder(mesh, parse_plan(config.plan).without("batch", "lookup_batch"))
+    """The prompt and its continuation. All processes of a job must call it.
+
+    Args:
+      params: with layers in their own order.
+    """
+    # One row of batch cannot be cut, and layers that follow one another are not worth
+    # to be kept apart: only the other cuts of the weights stay.
+    rules = parse_plan(config.plan).without("batch", "lookup_batch", "layer")
+    shard = Sharder(mesh, rules)
+    layout = resolve(params, rules, mesh, axes=config.model.axes())
+    params = jax.jit(lambda x: x, out_shardings=layout.shardings(mesh))(params)
     generate, tokens = _ready(config, prompt, num_tokens, shard)
     generate = functools.partial(generate, temperature=temperature, top_k=top_k)
     whole = NamedSharding(mesh, P())

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..sharding import Rules, Sharder, parse_plan
 from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.text import human_bytes
-from . import sampling
+from . import config_tree, sampling
 from . import step as step_lib
 from .data import Dataset
+from .pipelining import Pipelining, Plan, plan_pipeline
+from .run_folder import environment
 from .state import Layout, State, plan_layout
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ class Setup:
     batch: dict[str, jax.ShapeDtypeStruct]
     step_fn: Any  # jitted: (state, batch) -> (state, metrics)
     eval_fn: Any  # jitted: (params, batch) -> sums
+    pipeline: Plan | None = None
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -70,6 +74,12 @@ class Setup:
             f"{human_bytes(self.layout.bytes_per_device)} a device",
             f"Data: {_words(self.train_data.describe())}",
         ]
+        if self.pipeline is not None:
+            lines.append(self.pipeline.describe(self.config.batch_size))
+        elif self.config.pipeline != Pipelining():
+            lines.append(
+                "The settings of the pipeline have no effect: the mesh has pipe=1"
+            )
         if device.platform == "cpu":
             lines.insert(0, "No accelerator found or asked for: training on the CPU")
         if self.num_eval_batches < self.config.eval_batches:
@@ -85,6 +95,18 @@ class Setup:
             )
         return lines
 
+    def about(self, step: int) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the run."""
+        return {
+            "config_digest": config_tree.digest(self.config),
+            "config": config_tree.flatten(self.config),
+            "environment": environment(self.layout.params.mesh),
+            "data": {
+                "next_example": step * self.config.batch_size,
+                **self.train_data.describe(),
+            },
+        }
+
     def compile(self) -> Any:
         """The train step, compiled for exactly these shapes and shardings."""
         return self.step_fn.lower(self.abstract_state, self.batch).compile()
@@ -96,11 +118,20 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
     rules = parse_plan(config.plan)
     learning_rate = config.schedule.make(config.num_steps)
     tx = config.optimizer.make(learning_rate, config.model.axes())
-    layout = plan_layout(config.model, tx, rules, mesh)
+    pipeline = plan_pipeline(config, mesh, rules)
+    if pipeline is not None and mesh.devices.flat[0].platform == "cpu":
+        _compile_anew()
+    layout = plan_layout(
+        config.model, tx, rules, mesh, pipeline.order if pipeline else None
+    )
+    num_microbatches = config.num_microbatches or 1
+    if pipeline is not None:
+        num_microbatches = pipeline.schedule.num_microbatches
     shard = Sharder(mesh, rules)
+    staged = pipeline.bind(config, mesh, rules) if pipeline else None
     train_data = config.data.open("train")
     eval_data = _held_out(config) if config.eval_batches else None
-    batch = _abstract_batch(config, train_data, rules, mesh)
+    batch = _abstract_batch(config, train_data, rules, mesh, num_microbatches)
     shardings = layout.shardings(mesh)
     batch_shardings = {name: x.sharding for name, x in batch.items()}
     whole = NamedSharding(mesh, P())
@@ -111,7 +142,8 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
             tx=tx,
             learning_rate=learning_rate,
             shard=shard,
-            num_microbatches=config.num_microbatches,
+            num_microbatches=num_microbatches,
+            pipeline=staged,
             max_grad_norm=config.max_grad_norm,
         ),
         in_shardings=(shardings, batch_shardings),
@@ -119,12 +151,23 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
         donate_argnums=0,
     )
     eval_fn = jax.jit(
-        functools.partial(step_lib.eval_step, model=config.model, shard=shard),
+        functools.partial(
+            step_lib.eval_step, model=config.model, shard=shard, pipeline=staged
+        ),
         in_shardings=(shardings.params, batch_shardings),
         out_shardings=whole,
     )
     setup = Setup(
-        config, mesh, rules, layout, train_data, eval_data, batch, step_fn, eval_fn
+        config,
+        mesh,
+        rules,
+        layout,
+        train_data,
+        eval_data,
+        batch,
+        step_fn,
+        eval_fn,
+        pipeline,
     )
     jax.eval_shape(step_fn, setup.abstract_state, setup.batch)
     if config.sample_prompt is not None:
@@ -133,6 +176,17 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
         except ValueError as error:
             raise ValueError(f"sample_prompt and sample_tokens: {error}") from error
     return setup
+
+
+def _compile_anew() -> None:
+    """Keeps programs of this process out of the cache of compiled programs.
+
+    XLA's CPU programs lose the order of their collectives when they come from there
+    (seen with jax 0.10.2): devices then wait for one another in different ones, for
+    ever. A pipeline has several at a time; a program compiled here keeps their order.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
 
 
 def _held_out(config: "Config") -> Dataset:
@@ -147,12 +201,12 @@ def _held_out(config: "Config") -> Dataset:
 
 
 def _abstract_batch(
-    config: "Config", data: Dataset, rules: Rules, mesh: Mesh
+    config: "Config", data: Dataset, rules: Rules, mesh: Mesh, num_microbatches: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch as shapes with shardings, from one example of the data."""
     axes = config.model.batch_axes()
     whole = f"batch_size {config.batch_size}"
-    part = f"{whole} in {config.num_microbatches} microbatches"
+    part = f"{whole} in {num_microbatches} microbatches"
     batch = {}
     for name, x in data[0].items():
         if name not in axes:
@@ -169,7 +223,7 @@ def _abstract_batch(
             name=f"{whole}, array {name!r}",
             role="compute",
         )
-        micro = (config.batch_size // config.num_microbatches, *x.shape)
+        micro = (config.batch_size // num_microbatches, *x.shape)
         resolve_dimensions(
             axes[name],
             micro,

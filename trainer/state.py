@@ -6,11 +6,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..sharding import Resolved, Rules, Sharder, axes_for_state, resolve
+from ..sharding.pipeline import reorder
 
 
 class State(NamedTuple):
@@ -58,12 +60,20 @@ class Model(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How parameters and optimizer state are cut: shapes only, no device needed."""
+    """How parameters and optimizer state are cut: shapes only, no device needed.
+
+    Attributes:
+      axes: logical names of each array of the state.
+      order: the layer that stands at each place of the stack, where an interleaved
+        pipeline wants them in another order than their own; None otherwise.
+    """
 
     params: Resolved
     opt_state: Resolved
     abstract: State
+    axes: State
     init: Callable[[jax.Array], State]
+    order: np.ndarray | None = None
 
     def shardings(self, mesh: Mesh) -> State:
         return State(
@@ -81,6 +91,23 @@ class Layout:
         return jax.jit(
             self.init, out_shardings=self.shardings(mesh), compiler_options=options
         )(key)
+
+    def canonical(self, state: State, mesh: Mesh) -> State:
+        """The state with layers in their own order, as it is on disk."""
+        return self._reordered(state, mesh, np.argsort)
+
+    def arranged(self, state: State, mesh: Mesh) -> State:
+        """A canonical state with layers in the order of this layout."""
+        return self._reordered(state, mesh, np.asarray)
+
+    def _reordered(self, state: State, mesh: Mesh, of_order: Callable) -> State:
+        if self.order is None:
+            return state
+        order = of_order(self.order)
+        return jax.jit(
+            lambda state: reorder(state, self.axes, order),
+            out_shardings=self.shardings(mesh),
+        )(state)
 
     def placed(self, mesh: Mesh) -> State:
         """The state as shapes with shardings, to compile for or restore into."""
@@ -103,18 +130,28 @@ def plan_layout(
     tx: optax.GradientTransformation,
     rules: Rules,
     mesh: Mesh | AbstractMesh,
+    order: np.ndarray | None = None,
 ) -> Layout:
-    """Resolves the whole state by shapes alone."""
+    """Resolves the whole state by shapes alone.
+
+    Args:
+      order: where layers do not stand in their own order, see Layout.
+    """
+    axes = model.axes()
+    if order is not None and np.array_equal(order, np.arange(len(order))):
+        order = None
 
     def init(key):
         params = model.init(key)
+        if order is not None:
+            params = reorder(params, axes, order)
         return State(jnp.zeros((), jnp.int32), params, tx.init(params))
 
     abstract = jax.eval_shape(init, jax.random.key(0))
-    axes = model.axes()
     params = resolve(abstract.params, rules, mesh, axes=axes)
     opt_axes = axes_for_state(abstract.opt_state, abstract.params, axes)
     opt_state = resolve(
         abstract.opt_state, rules, mesh, axes=opt_axes, role="optimizer"
     )
-    return Layout(params, opt_state, abstract, init)
+    state_axes = State((), axes, opt_axes)
+    return Layout(params, opt_state, abstract, state_axes, init, order)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from ..sharding import Sharder
+from ..sharding.pipeline import Pipeline
 from .state import Model, State
 
 Batch = dict[str, jax.Array]
@@ -22,10 +23,18 @@ def train_step(
     learning_rate: optax.Schedule,
     shard: Sharder,
     num_microbatches: int = 1,
+    pipeline: Pipeline | None = None,
     max_grad_norm: float | None = None,
 ) -> tuple[State, Metrics]:
-    """One update. The loss is a sum over a weight, so any split gives one mean."""
-    sums, grads = gradients(state.params, batch, model, shard, num_microbatches)
+    """One update. The loss is a sum over a weight, so any split gives one mean.
+
+    Args:
+      pipeline: computes the gradients by stages, with microbatches of its own.
+    """
+    if pipeline is not None:
+        sums, grads = pipeline.value_and_grad(state.params, batch)
+    else:
+        sums, grads = gradients(state.params, batch, model, shard, num_microbatches)
     weight = _divisor(sums)
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
     norm = optax.tree_utils.tree_norm(grads)
@@ -42,8 +51,17 @@ def train_step(
     return State(state.step + 1, params, opt_state), metrics
 
 
-def eval_step(params: Any, batch: Batch, *, model: Model, shard: Sharder) -> Metrics:
+def eval_step(
+    params: Any,
+    batch: Batch,
+    *,
+    model: Model,
+    shard: Sharder,
+    pipeline: Pipeline | None = None,
+) -> Metrics:
     """Sums over a batch, to be added over batches before they are divided."""
+    if pipeline is not None:
+        return pipeline.sums(params, batch)
     return _sums(model.loss(params, batch, shard))
 
 

@@ -10,13 +10,15 @@ from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
 from . import config_tree, distributed, loop, metrics, sampling
-from .checkpoint import Checkpoints, latest_step
+from .checkpoint import Checkpoints
 from .data import Order, Source, device_batches
 from .hooks import Evaluate, Recorder, Save
 from .optimizers import Optimizer
 from .peaks import total_peak
+from .pipelining import Pipelining
 from .progress import Progress
 from .report import write_report
+from .resume import restore_newest
 from .run_folder import RunFolder, environment
 from .schedules import Schedule
 from .setup import Setup, prepare
@@ -28,6 +30,7 @@ FREE_FIELDS = (
     "mesh",
     "plan",
     "num_microbatches",
+    "pipeline",
     "log_every",
     "eval_every",
     "eval_batches",
@@ -40,8 +43,8 @@ FREE_FIELDS = (
 
 # The least value of each whole number; 0 steps or batches mean never.
 LEAST = (
-    (("batch_size", "num_steps", "num_microbatches", "log_every"), 1),
-    (("keep_checkpoints", "sample_tokens"), 1),
+    (("batch_size", "num_steps", "log_every", "sample_tokens"), 1),
+    (("num_microbatches", "keep_checkpoints"), 1),
     (("eval_every", "eval_batches", "save_every", "seed"), 0),
 )
 
@@ -53,7 +56,10 @@ class Config:
     Attributes:
       batch_size: examples of one update, over all devices and microbatches.
       plan: sharding plans joined with +, see meshloom.sharding.plans.
-      num_microbatches: parts of the batch computed one after the other.
+      num_microbatches: parts of the batch computed one after the other; in a pipeline
+        they are its microbatches. None takes 1, and in a pipeline a number for which
+        little of the step is bubble.
+      pipeline: how a mesh axis pipe larger than 1 is used.
       max_grad_norm: gradients are scaled down to this global norm; None does not clip.
       eval_every: steps between evaluations, one more at the end; 0 only there.
       eval_batches: batches of the held-out split in each evaluation; 0 for none.
@@ -70,8 +76,9 @@ class Config:
     batch_size: int
     num_steps: int
     mesh: MeshSpec = MeshSpec(data=-1)
-    plan: str = "data+fsdp+tensor"
-    num_microbatches: int = 1
+    plan: str = "data+fsdp+tensor+pipeline"
+    num_microbatches: int | None = None
+    pipeline: Pipelining = Pipelining()
     max_grad_norm: float | None = 1.0
     seed: int = 0
     log_every: int = 10
@@ -94,7 +101,7 @@ class Config:
                 f"max_grad_norm must be positive, got {self.max_grad_norm}; None does "
                 "not clip"
             )
-        if short := -self.batch_size % self.num_microbatches:
+        if short := -self.batch_size % (self.num_microbatches or 1):
             raise ValueError(
                 f"batch_size {self.batch_size} is not divided by num_microbatches "
                 f"{self.num_microbatches}; {self.batch_size + short} would be"
@@ -144,12 +151,12 @@ def train(
         if changes:
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
-        start = distributed.agree("step", latest_step(folder.checkpoints) or 0)
         checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
         try:
-            if start:
-                state = checkpoints.restore(start, setup.layout, setup.mesh)
+            if found := restore_newest(checkpoints, setup, console):
+                start, state = found
             else:
+                start = 0
                 state = setup.layout.create(jax.random.key(config.seed), setup.mesh)
             if start >= config.num_steps:
                 console.print(f"This run is complete at step {start}.")
@@ -175,6 +182,13 @@ def _run(
 ) -> State:
     """The steps from `start` on, with everything that accompanies them."""
     config = setup.config
+    # Here, where steps follow: a complete run keeps what it was trained with.
+    bubble = None
+    if setup.pipeline is None:
+        folder.remove("pipeline.json")
+    else:
+        folder.write_json("pipeline.json", setup.pipeline.to_json(start))
+        bubble = setup.pipeline.simulation.bubble
     console.print("Compiling the train step ...")
     step_fn = setup.compile()
     distributed.wait_for_all("compiled")
@@ -187,6 +201,7 @@ def _run(
         config.model.model_flops(setup.batch),
         total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
         console,
+        bubble=bubble,
         enabled=jax.process_index() == 0,
     )
     built_in: list[loop.Hook] = []
@@ -204,7 +219,7 @@ def _run(
             )
         )
     # Last: a run killed right after it resumes here, and must lack no evaluation.
-    built_in.append(Save(config.save_every, checkpoints, progress))
+    built_in.append(Save(config.save_every, checkpoints, setup, progress))
     batches = device_batches(
         setup.train_data,
         Order(len(setup.train_data), config.seed),
@@ -221,7 +236,7 @@ def _run(
                 batches,
                 start=start,
                 num_steps=config.num_steps,
-                record=Recorder(progress, writers, tokens_per_step),
+                record=Recorder(progress, writers, tokens_per_step, bubble),
                 record_every=config.log_every,
                 hooks=[*built_in, *hooks],
             )
@@ -251,7 +266,7 @@ def _show(setup: Setup, folder: RunFolder, state: State, console: Console) -> No
         text = sampling.sample(
             config,
             setup.mesh,
-            state.params,
+            setup.layout.canonical(state, setup.mesh).params,
             config.sample_prompt,
             config.sample_tokens,
         )

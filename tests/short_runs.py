@@ -1,0 +1,58 @@
+"""A config on some of the eight devices, prepared and trained by the loop."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from meshloom.sharding import MeshSpec
+from meshloom.trainer import data, loop, setup, train
+
+
+def prepare(config: train.Config, mesh: str, **changes) -> setup.Setup:
+    spec = MeshSpec.parse(mesh)
+    config = dataclasses.replace(config, mesh=spec, **changes)
+    num_devices = math.prod(spec.abstract().axis_sizes)
+    return setup.prepare(config, jax.devices()[:num_devices])
+
+
+def run(prepared: setup.Setup, step_fn, num_steps: int | None = None):
+    """(parameters at step 0, losses, the last state), layers in their own order."""
+    config, layout, mesh = prepared.config, prepared.layout, prepared.mesh
+    num_steps = num_steps or config.num_steps
+    state = layout.create(jax.random.key(config.seed), mesh)
+    initial = jax.device_get(layout.canonical(state, mesh).params)
+    check_cut(prepared, state)
+    rows = []
+    with data.device_batches(
+        prepared.train_data,
+        data.Order(len(prepared.train_data), config.seed),
+        batch_size=config.batch_size,
+        shardings=prepared.batch_shardings,
+        start=0,
+        stop=num_steps,
+    ) as batches:
+        state = loop.run(
+            step_fn,
+            state,
+            batches,
+            start=0,
+            num_steps=num_steps,
+            record=rows.extend,
+        )
+    check_cut(prepared, state)
+    losses = np.array([row["loss"] for row in rows])
+    return initial, losses, layout.canonical(state, mesh)
+
+
+def check_cut(prepared: setup.Setup, state) -> None:
+    """Each array's local piece has the size the plan promises."""
+    for part in ("params", "opt_state"):
+        for resolved, array in zip(
+            getattr(prepared.layout, part).arrays,
+            jax.tree.leaves(getattr(state, part)),
+            strict=True,
+        ):
+            piece = array.addressable_shards[0].data
+            assert piece.size * resolved.ways == array.size, resolved.path

@@ -1,0 +1,256 @@
+"""`meshloom plan schedule`: a pipeline's schedule as a picture and as figures."""
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+
+from ..sharding.pipeline import picture
+from ..sharding.pipeline.schedule import NAMES, Schedule, make
+from ..sharding.pipeline.simulate import (
+    BACKWARD_COST,
+    GATHERS,
+    Simulation,
+    Sizes,
+    compare,
+    simulate,
+)
+from ..sharding.text import align, human_bytes
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+INTERLEAVED = "interleaved"
+MANY_STAGES = 16
+UNKNOWN = "?"
+NEEDS = {
+    "fsdp": ["weights"],
+    "weights": ["fsdp", "layers"],
+    "residual": ["layers", "activation"],
+}
+
+
+def show(args: Namespace) -> None:
+    """Prints the picture, the facts, and what other choices would cost."""
+    chunks = args.chunks if args.schedule == INTERLEAVED else None
+    schedule = make(args.schedule, args.stages, args.microbatches, chunks)
+    sizes = _sizes(args)
+    found = simulate(schedule, remat=args.remat, sizes=sizes)
+    names, notes = _comparable(args)
+    shape = args.stages, args.microbatches, args.chunks
+    schedules = compare(*shape, names=names, remat=args.remat, sizes=sizes)
+    saving = "save-dots" if args.remat == "save-dots" else "save-named"
+    policies = [
+        simulate(schedule, remat=remat, sizes=sizes)
+        for remat in ("none", saving, "full")
+    ]
+    gathers = [
+        simulate(schedule, remat=args.remat, gather=gather, sizes=sizes)
+        for gather in GATHERS
+        if sizes.weight_bytes is not None
+    ]
+    if args.svg is not None:
+        args.svg.write_text(picture.svg(schedule), encoding="utf-8")
+        notes.append(f"The picture is in {args.svg}.")
+    if args.json:
+        tables = {"schedules": schedules, "remat": policies, "gather": gathers}
+        document: dict = {
+            name: [row.to_json() for row in rows] for name, rows in tables.items()
+        }
+        document |= {"schedule": found.to_json(), "notes": notes}
+        print(json.dumps(document, indent=1))
+        return
+    _print_picture(schedule)
+    blocks = [_facts(found), _schedules(schedules, found), _policies(policies, found)]
+    if gathers:
+        blocks.append(_gathers(gathers))
+    print()
+    print(*blocks, *notes, sep="\n\n")
+
+
+def _sizes(args: Namespace) -> Sizes:
+    for flag, needs in NEEDS.items():
+        missing = [f"--{name}" for name in needs if getattr(args, name) is None]
+        if getattr(args, flag) and missing:
+            raise ValueError(f"--{flag} is of no use without {' and '.join(missing)}")
+    for flag in ("layers", "fsdp"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag} must be at least 1, got {value}")
+    residuals = {}
+    for words in args.residual:
+        policy, equals, size = words.partition("=")
+        if not equals:
+            raise ValueError(f"--residual {words!r}: expected POLICY=BYTES")
+        residuals[policy] = _bytes(f"--residual {policy}", size)
+    return Sizes(
+        activation_bytes=_bytes("--activation", args.activation),
+        layers_per_stage=args.layers,
+        weight_bytes=_bytes("--weights", args.weights),
+        residual_bytes=residuals,
+        fsdp=args.fsdp or 1,
+    )
+
+
+def _bytes(flag: str, words: str | None) -> int | None:
+    """64MiB -> 67108864."""
+    if words is None:
+        return None
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})?", words)
+    count = round(float(found[1]) * UNITS[found[2] or "B"]) if found else 0
+    if count < 1:
+        raise ValueError(
+            f"{flag}: {words!r} is no size; expected a number above 0, alone or with "
+            f"{', '.join(UNITS)}, such as 64MiB"
+        )
+    return count
+
+
+def _comparable(args: Namespace) -> tuple[Sequence[str], list[str]]:
+    """The schedules that these layers allow, and a line for what they do not."""
+    chunks = make(INTERLEAVED, 1, 1, args.chunks).num_chunks
+    if args.schedule == INTERLEAVED or not args.layers or args.layers % chunks == 0:
+        return NAMES, []
+    note = (
+        f"{INTERLEAVED} is left out: {args.layers} layers a stage cannot be cut into "
+        f"{chunks} chunks. Give --chunks a number that divides them."
+    )
+    return [name for name in NAMES if name != INTERLEAVED], [note]
+
+
+def _print_picture(schedule: Schedule) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    words = picture.text(schedule, console.width, color=console.is_terminal)
+    # Through rich, which knows how many colours the terminal has, if any.
+    console.print(Text.from_ansi(words), soft_wrap=True)
+
+
+def _facts(found: Simulation) -> str:
+    S, M, R = found.num_stages, found.num_microbatches, found.num_chunks
+    chunks = f" of {R} chunks" if R > 1 else ""
+    live = ", ".join(map(str, found.live[:MANY_STAGES]))
+    live += ", ..." if S > MANY_STAGES else ""
+    rows = [
+        ("schedule", f"{found.name}, stages {S}{chunks}, microbatches {M}"),
+        ("remat", f"{found.remat}, {_forwards(found)} a microbatch"),
+        (
+            "ticks",
+            f"{found.num_ticks}: {found.forward_ticks} with forwards, "
+            f"{found.backward_ticks} with backwards",
+        ),
+        (
+            "cost",
+            f"{found.cost:g} forwards of a microbatch through a stage, "
+            f"{found.ideal:g} of them useful",
+        ),
+        ("bubble", _percent(found.bubble)),
+        ("saved inputs", f"at most {max(found.live)} on a stage; by stage: {live}"),
+    ]
+    if S > 1:
+        forwards, backwards = found.sends
+        ring = (
+            f"{forwards} activations to the next stage, {backwards} to the one before"
+        )
+        outside = (
+            f"{found.boundary_transfers} useful transfers of {S - 1}/{S} activation, "
+            "for embedding and head"
+        )
+        rows += [
+            ("ring", ring + _of(found.traffic.ring)),
+            ("outside", outside + _of(found.traffic.boundary)),
+        ]
+    return align(rows)
+
+
+def _schedules(rows: Sequence[Simulation], chosen: Simulation) -> str:
+    return _table(
+        {
+            "schedule": [_mark(_title(r), r.name == chosen.name) for r in rows],
+            "ticks": [str(r.num_ticks) for r in rows],
+            "cost": [f"{r.cost:g}" for r in rows],
+            "bubble": [_percent(r.bubble) for r in rows],
+            "work/useful": [f"{r.ratio:.3f}" for r in rows],
+            "saved inputs": [str(r.slots) for r in rows],
+            "memory": _memory(rows),
+            "ring": [_size(r.traffic.ring) for r in rows],
+        }
+    )
+
+
+def _policies(rows: Sequence[Simulation], chosen: Simulation) -> str:
+    return _table(
+        {
+            "remat": [_mark(r.remat, r.remat == chosen.remat) for r in rows],
+            "a microbatch": [_forwards(r) for r in rows],
+            "cost": [f"{r.cost:g}" for r in rows],
+            "saved inputs": [str(r.slots) for r in rows],
+            "layer inputs": [_count(r.layer_inputs) for r in rows],
+            "layers kept": [_count(r.kept_layers) for r in rows],
+            "memory": _memory(rows),
+        }
+    )
+
+
+def _gathers(rows: Sequence[Simulation]) -> str:
+    return _table(
+        {
+            "weights gathered": [f"once a {r.gather}" for r in rows],
+            "gathers": [f"{r.weight_gathers:g}" for r in rows],
+            "reduce-scatters": [f"{r.weight_scatters:g}" for r in rows],
+            "sent": [_size(r.traffic.weights) for r in rows],
+            "weights": [_size(r.memory.weights) for r in rows],
+            "gradients": [_size(r.memory.gradients) for r in rows],
+        }
+    )
+
+
+def _table(columns: dict[str, list[str]]) -> str:
+    """The columns of which every cell is known, the first one as titles."""
+    known = [(k, *cells) for k, cells in columns.items() if UNKNOWN not in cells]
+    return align(list(zip(*known, strict=True)), right=range(1, len(known)))
+
+
+def _memory(rows: Sequence[Simulation]) -> list[str]:
+    """Of inputs and residuals; residuals of unknown size are counted in layers."""
+    cells = []
+    for row in rows:
+        inputs, residuals = row.memory.inputs, row.memory.residuals
+        if inputs is None:
+            cells.append(UNKNOWN)
+        elif residuals is not None:
+            cells.append(human_bytes(inputs + residuals))
+        else:
+            count = row.kept_layers
+            plural = "" if count == 1 else "s"
+            rest = "residuals" if count is None else f"{count} layer{plural}"
+            cells.append(f"{human_bytes(inputs)} + {rest}")
+    return cells
+
+
+def _title(row: Simulation) -> str:
+    return f"{row.name}, {row.num_chunks} chunks" if row.num_chunks > 1 else row.name
+
+
+def _mark(name: str, is_chosen: bool) -> str:
+    return f"{'*' if is_chosen else ' '} {name}"
+
+
+def _forwards(row: Simulation) -> str:
+    return f"{1 + BACKWARD_COST[row.remat]} forwards"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _count(count: int | None) -> str:
+    return UNKNOWN if count is None else str(count)
+
+
+def _size(count: int | None) -> str:
+    return UNKNOWN if count is None else human_bytes(count)
+
+
+def _of(count: int | None) -> str:
+    return "" if count is None else f": {human_bytes(count)}"
