@@ -145,7 +145,12 @@ class Group:
 
 
 def environment(
-    num_processes: int, *, port: int, attempt: int, cpu_devices: int | None
+    num_processes: int,
+    *,
+    port: int,
+    attempt: int,
+    cpu_devices: int | None,
+    reason: str,
 ) -> list[dict[str, str]]:
     """What each worker of a new attempt is told, beside our own environment."""
     job = {
@@ -154,6 +159,7 @@ def environment(
         "MESHLOOM_COORDINATOR": f"127.0.0.1:{port}",
         "MESHLOOM_NUM_PROCESSES": str(num_processes),
         "MESHLOOM_ATTEMPT": str(attempt),
+        "MESHLOOM_RESTART_REASON": reason,  # "" the first time
     }
     if cpu_devices is not None:
         job["JAX_PLATFORMS"] = "cpu"

@@ -16,8 +16,6 @@ has been finished (a step, an evaluation, a save) and never by a timer: a heartb
 a process that is stuck would hold everyone. The first report, with step null, is best
 made as soon as the process starts. A worker that never reports is watched for life
 only.
-
-The trainer writes this file by itself: it shares the format with `launch`, not code.
 """
 
 import dataclasses

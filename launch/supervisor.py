@@ -55,6 +55,7 @@ class Supervisor:
             longest_delay=settings.longest_delay,
         )
         self._attempt = 0
+        self._reason = ""  # why the attempt before ended
         self._ports: set[int] = set()
         self._told: list[int] = []  # signals to stop, in the order they came
         self._told_at = 0.0
@@ -68,6 +69,7 @@ class Supervisor:
             status = None
             while status is None:
                 outcome = self._run_attempt()
+                self._reason = outcome.reason
                 status = self._after(outcome)
             return status
 
@@ -105,7 +107,11 @@ class Supervisor:
         size = self._restarts.size
         port = free_port(self._ports)
         envs = environment(
-            size, port=port, attempt=self._attempt, cpu_devices=settings.cpu_devices
+            size,
+            port=port,
+            attempt=self._attempt,
+            cpu_devices=settings.cpu_devices,
+            reason=self._reason,
         )
         self._watch.begin()
         self._restarts.begin()

@@ -150,7 +150,8 @@ def test_data_parallel_moves_one_gradient_and_nothing_else():
     found = audit(step_fn, prepared.mesh)
     _, num_bytes = found.total("all-reduce", "data")
     scalars = num_bytes - prepared.layout.params.bytes
-    assert 2 * FLOAT <= scalars <= 4 * FLOAT  # the loss, its weight, and copies
+    # The loss, its weight, and copies; the two words of the samples' digest.
+    assert 4 * FLOAT <= scalars <= 6 * FLOAT
     assert set(found.by_kind_and_axes()) == {("all-reduce", ("data",))}
 
 

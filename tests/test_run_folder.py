@@ -1,7 +1,6 @@
 """The run folder: who may use it, and with which config; what is never saved."""
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import threading
 import pytest
 from tiny_runs import COMMAND, NUM_STEPS, TINY, digest, refused, sets_of, train
 
-from meshloom.trainer import checkpoint, metrics
+from meshloom.trainer import checkpoint
 from meshloom.trainer.cli import main
 
 
@@ -162,26 +161,20 @@ def test_insisting_and_what_is_free_to_change(run, capfd):
 
 
 def test_a_loss_that_is_no_number_is_never_saved(tmp_path, capfd):
-    # The loss of step 2 is still a number, and its gradient is none.
     flags = ["schedule.peak=1e30", "schedule.warmup_share=0.0", "eval_batches=0"]
-    flags += ["save_every=1", "keep_checkpoints=None"]
+    flags += ["save_every=1", "keep_checkpoints=None", "rewind_after=4"]
     argv = ["train", "--config", TINY, "--workdir", str(tmp_path), *sets_of(*flags)]
     line = refused(capfd, argv)
     match = re.fullmatch(
-        r"loss is (\S+) and the gradient's norm (\S+) at step (\d+), expected finite "
-        r"numbers\. No checkpoint of that step was written\. Lower the learning rate "
+        r"4 steps in a row failed, the last at step (\d+) with loss (\S+), gradient's "
+        r"norm (\S+); (\d) rewinds? did not help\. Lower the learning rate "
         r"\(schedule\.peak\), clip gradients \(max_grad_norm\), or look at the data of "
-        r"that step\.",
+        r"these steps \(ledger\.jsonl\)\.",
         line,
     )
-    assert match and {match[1], match[2]} & {"nan", "inf"}
-    step = int(match[3])
-    assert 1 < step < 12
-    steps = checkpoint.committed_steps(tmp_path / "checkpoints")
-    assert steps == list(range(1, step))
-    rows = metrics.read(tmp_path / "metrics.jsonl")
-    finite = [math.isfinite(row["loss"] + row["grad_norm"]) for row in rows]
-    assert finite == [True] * (step - 1) + [False] * (len(rows) - step + 1)
+    assert match and {match[2], match[3]} & {"nan", "inf"}
+    for step in checkpoint.committed_steps(tmp_path / "checkpoints"):
+        assert step < int(match[1]) - 3
 
 
 def test_a_damaged_record_of_the_config(run, capfd):

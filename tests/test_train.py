@@ -124,6 +124,7 @@ def test_the_run_folder_holds_everything(straight):
         "sharding.json",
         "metrics.jsonl",
         "eval.jsonl",
+        "ledger.jsonl",
         "checkpoints",
         "sample.txt",
         "report.html",

@@ -95,12 +95,12 @@ class Checkpoints:
             )
         return State(**tree)
 
-    def set_aside(self, step: int) -> Path:
+    def set_aside(self, step: int, why: str = "corrupt") -> Path:
         """Renames a committed step, so that it counts no longer; the new path.
 
         Of a job of several processes all must call it; the first renames.
         """
-        path, aside = self.folder / str(step), self.folder / f"corrupt-{step}"
+        path, aside = self.folder / str(step), self.folder / f"{why}-{step}"
         if jax.process_index() == 0:
             if aside.exists():
                 shutil.rmtree(aside)

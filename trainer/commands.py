@@ -5,12 +5,13 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
+from ..launch.statuses import PREEMPTED
 from . import config_files, config_tree
 
 DEFAULT_CONFIG = "default"
 
 
-def train(args: Namespace) -> None:
+def train(args: Namespace) -> int | None:
     from . import distributed
 
     if args.cpu_devices is not None:
@@ -23,16 +24,24 @@ def train(args: Namespace) -> None:
     _use_compilation_cache()
     if args.dry_run:
         _dry_run(loaded.config, workdir, args.insist)
-        return
+        return None
+    from . import preemption
     from . import train as train_lib
 
-    train_lib.train(
-        loaded.config,
-        workdir=workdir,
-        origins=loaded.origins,
-        config_text=loaded.text,
-        insist=args.insist,
-    )
+    with preemption.listening() as should_leave:
+        try:
+            train_lib.train(
+                loaded.config,
+                workdir=workdir,
+                origins=loaded.origins,
+                config_text=loaded.text,
+                insist=args.insist,
+                should_leave=should_leave,
+            )
+        except preemption.Preempted as error:
+            print(f"meshloom: {error}. Run the same command again to continue.")
+            return PREEMPTED
+    return None
 
 
 def explain(args: Namespace) -> None:

@@ -27,6 +27,10 @@ from .sources import Text as Text
 
 Shardings = NamedSharding | Mapping[str, NamedSharding]
 
+# The array of a batch that holds each row's number in the dataset; where there is a
+# sharding for it, batches have it beside the dataset's own arrays.
+SAMPLE_IDS = "sample_ids"
+
 
 class Batches:
     """The batches of a run, by number; only the given rows of each are read.
@@ -150,10 +154,13 @@ class _Placed:
         self.threads.add(threading.current_thread())
         if self.closed:
             raise ValueError("these batches are closed; make new ones to read on.")
-        batch = self._batches[self._start + index]
+        number = self._start + index
+        batch = self._batches[number]
         shardings = self._shardings
         if not isinstance(shardings, Mapping):
             shardings = dict.fromkeys(batch, shardings)
+        if SAMPLE_IDS in shardings:
+            batch[SAMPLE_IDS] = self._batches.sample_ids(number).astype(np.uint32)
         if batch.keys() != shardings.keys():
             raise ValueError(
                 f"the dataset gives the arrays {', '.join(sorted(batch))}, but there "

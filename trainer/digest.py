@@ -10,7 +10,7 @@ element or another type changes them. They are no protection against a forger.
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -30,9 +30,14 @@ def tree_digests(tree: Any) -> dict[str, str]:
     arrays = [leaf for _, leaf in leaves]
     sums = jax.device_get(_everywhere(_mesh_of(arrays))(arrays))
     return {
-        path_name(path): "".join(f"{int(lane):08x}" for lane in lanes)
+        path_name(path): text(lanes)
         for (path, _), lanes in zip(leaves, sums, strict=True)
     }
+
+
+def text(lanes: Iterable[Any]) -> str:
+    """A digest as 16 hexadecimal digits."""
+    return "".join(f"{int(lane):08x}" for lane in lanes)
 
 
 def _mesh_of(arrays: list[Any]) -> Mesh | None:
@@ -46,14 +51,15 @@ def _everywhere(mesh: Mesh | None) -> Callable:
     """The jitted digests, whose few numbers every process of the mesh gets."""
 
     def digests(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [_digest(x) for x in arrays]
+        return [array_digest(x) for x in arrays]
 
     if mesh is None:
         return jax.jit(digests)
     return jax.jit(digests, out_shardings=NamedSharding(mesh, P()))
 
 
-def _digest(x: jax.Array) -> jax.Array:
+def array_digest(x: jax.Array) -> jax.Array:
+    """Two words of 32 bits; goes under jit."""
     # Shape and type count too: of zeros, only they differ.
     about = zlib.crc32(f"{x.dtype.name}{x.shape}".encode())
     words = _words(x)

@@ -1,7 +1,9 @@
 """Joining a job of several processes: loudly, or not at all."""
 
 import contextlib
+import itertools
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,9 @@ NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
 # How long a process that leaves waits for the others. Processes that trained leave
 # together; one that leaves with an error ends the job for all after this time.
 LEAVING_SECONDS = 10
+# How long processes wait for one another; what lies between two meetings takes less.
+WAIT_SECONDS = 600.0
+_BARRIERS = itertools.count()  # all processes meet in the same order
 
 
 def initialize() -> None:
@@ -30,6 +35,7 @@ def initialize() -> None:
     coordinator = given["COORDINATOR"]
     count, number = _numbers(given)
     import jax
+    from jax.experimental import multihost_utils
 
     jax.distributed.initialize(
         coordinator, count, number, shutdown_timeout_seconds=LEAVING_SECONDS
@@ -42,6 +48,7 @@ def initialize() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     # The group of all is made while all are here; later it may wait as long as it must.
     wait_for_all("joined")
+    multihost_utils.sync_global_devices("joined")
 
 
 def _numbers(given: dict[str, str]) -> tuple[int, int]:
@@ -105,11 +112,25 @@ def any_process(flag: bool) -> bool:
     return any(_gather(flag))
 
 
-def wait_for_all(where: str) -> None:
-    """Returns once every process of the job has come here."""
-    from jax.experimental import multihost_utils
+def wait_for_all(where: str, seconds: float = WAIT_SECONDS) -> None:
+    """Returns once every process of the job has come here, or names who has not."""
+    import jax
+    import orbax.checkpoint as ocp
 
-    multihost_utils.sync_global_devices(where)
+    barrier = ocp.multihost.get_barrier_sync_fn()
+    try:
+        barrier(
+            key=f"meshloom {next(_BARRIERS)} {where}", timeout_ms=int(1000 * seconds)
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        missing = re.findall(r"^(\d+)$", str(error), re.MULTILINE)
+        raise ValueError(
+            f"waited {seconds:g} s for all processes of this job at {where!r}, but "
+            f"process {', '.join(missing) or '?'} did not come. Look into its log; the "
+            "others are fine."
+        ) from error
 
 
 def _gather(value: Any) -> list[int]:

@@ -1,15 +1,16 @@
 """What happens between steps: recording, evaluation, checkpoints."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .bad_steps import BadSteps
 from .checkpoint import Checkpoints
 from .data import Dataset, Order, Shardings, device_batches
+from .ledger import Ledger
 from .loop import Row
 from .metrics import Writer
 from .progress import Progress
@@ -19,20 +20,25 @@ from .state import State
 
 @dataclasses.dataclass
 class Recorder:
-    """Shows and writes the figures of every step, and stops at one not finite.
+    """Shows and writes the figures of every step, and counts those that failed.
 
     Attributes:
+      batches_ahead: of the data, see resume.Position.
       bubble: simulated share of a pipeline's step; None without one.
     """
 
     progress: Progress
     writers: Sequence[Writer]
     tokens_per_step: float
+    bad: BadSteps
+    ledger: Ledger
+    batches_ahead: int = 0
     bubble: float | None = None
 
     def __call__(self, rows: list[Row]) -> None:
         if not rows:
             return
+        self.ledger.steps(rows, self.batches_ahead)
         self.progress.update(int(rows[-1]["step"]), rows[-1])
         rate = self.progress.rate.steps_per_s
         if rate is not None:
@@ -40,18 +46,13 @@ class Recorder:
             rows[-1]["step_s"] = 1 / rate
             if self.bubble is not None:
                 rows[-1]["bubble"] = self.bubble
+        figures = [
+            {k: v for k, v in row.items() if v or k != "skipped"} for row in rows
+        ]
         for writer in self.writers:
-            writer.write("train", rows)
+            writer.write("train", figures)
         for row in rows:
-            # With a finite loss and a gradient that is not, the new weights are lost.
-            if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
-                raise FloatingPointError(
-                    f"loss is {row['loss']:.6g} and the gradient's norm "
-                    f"{row['grad_norm']:.6g} at step {int(row['step'])}, expected "
-                    "finite numbers. No checkpoint of that step was written. Lower the "
-                    "learning rate (schedule.peak), clip gradients (max_grad_norm), or "
-                    "look at the data of that step."
-                )
+            self.bad.see(row)
 
 
 @dataclasses.dataclass
@@ -93,14 +94,26 @@ class Evaluate:
 
 @dataclasses.dataclass
 class Save:
-    """Starts a checkpoint; the recorder has already refused a loss not finite."""
+    """Starts a checkpoint, but none in a row of failed steps, unless it is the last.
+
+    Attributes:
+      last_step: that was saved.
+    """
 
     every: int
     checkpoints: Checkpoints
     setup: Setup
     progress: Progress
+    bad: BadSteps
+    batches_ahead: int = 0
+    last_step: int | None = None
 
     def __call__(self, step: int, state: State) -> None:
+        if self.bad.in_a_row and step < self.setup.config.num_steps:
+            self.progress.message(f"step {step} failed, so no checkpoint of it is made")
+            return
         canonical = self.setup.layout.canonical(state, self.setup.mesh)
-        self.checkpoints.save(step, canonical, self.setup.about(step))
+        about = self.setup.about(step, self.batches_ahead)
+        self.checkpoints.save(step, canonical, about)
+        self.last_step = step
         self.progress.rate.restart()

@@ -4,6 +4,7 @@ It lies in the checkpoint, is committed with it, and does not depend on the mesh
 processes that wrote it, but for the lines that name them.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -90,6 +91,13 @@ def differences(manifest: Mapping[str, Any], tree: Any) -> list[str]:
         for path, digest in tree_digests(tree).items()
         if saved[path]["digest"] != digest
     ]
+
+
+def state_digest(manifest: Mapping[str, Any]) -> str:
+    """One digest of all arrays, to compare whole states by."""
+    arrays = manifest["arrays"]
+    lines = [f"{path} {arrays[path]['digest']}\n" for path in sorted(arrays)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def words(array: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,7 +16,7 @@ from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.text import human_bytes
 from . import config_tree, sampling
 from . import step as step_lib
-from .data import Dataset
+from .data import SAMPLE_IDS, Dataset
 from .pipelining import Pipelining, Plan, plan_pipeline
 from .run_folder import environment
 from .state import Layout, State, plan_layout
@@ -95,14 +96,14 @@ class Setup:
             )
         return lines
 
-    def about(self, step: int) -> dict[str, Any]:
+    def about(self, step: int, batches_ahead: int = 0) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the run."""
         return {
             "config_digest": config_tree.digest(self.config),
             "config": config_tree.flatten(self.config),
             "environment": environment(self.layout.params.mesh),
             "data": {
-                "next_example": step * self.config.batch_size,
+                "next_example": (step + batches_ahead) * self.config.batch_size,
                 **self.train_data.describe(),
             },
         }
@@ -145,6 +146,7 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
             num_microbatches=num_microbatches,
             pipeline=staged,
             max_grad_norm=config.max_grad_norm,
+            skip_grad_norm=config.skip_grad_norm,
         ),
         in_shardings=(shardings, batch_shardings),
         out_shardings=(shardings, whole),
@@ -235,6 +237,10 @@ def _abstract_batch(
         sharding = NamedSharding(mesh, spec_of(dimensions))
         batch[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
     config.model.check_batch(batch, data.describe())
+    rows = next(iter(batch.values())).sharding.spec[:1]
+    batch[SAMPLE_IDS] = jax.ShapeDtypeStruct(
+        (config.batch_size,), jnp.uint32, sharding=NamedSharding(mesh, P(*rows))
+    )
     return batch
 
 

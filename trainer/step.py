@@ -8,10 +8,15 @@ import optax
 
 from ..sharding import Sharder
 from ..sharding.pipeline import Pipeline
+from .data import SAMPLE_IDS
+from .digest import array_digest
 from .state import Model, State
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+# The two words of the digest of a batch's samples, as metrics.
+SAMPLE_DIGEST = ("samples_0", "samples_1")
 
 
 def train_step(
@@ -25,12 +30,18 @@ def train_step(
     num_microbatches: int = 1,
     pipeline: Pipeline | None = None,
     max_grad_norm: float | None = None,
+    skip_grad_norm: float | None = None,
 ) -> tuple[State, Metrics]:
     """One update. The loss is a sum over a weight, so any split gives one mean.
 
+    An update that is not finite is left out, on all devices alike: the step counts, and
+    parameters and optimizer state stay as they were (`skipped` is 1 then).
+
     Args:
       pipeline: computes the gradients by stages, with microbatches of its own.
+      skip_grad_norm: a larger norm of the gradient is taken for a failed step too.
     """
+    samples, batch = _without_ids(batch)
     if pipeline is not None:
         sums, grads = pipeline.value_and_grad(state.params, batch)
     else:
@@ -44,9 +55,20 @@ def train_step(
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = _means(sums) | {
+    means = _means(sums)
+    is_good = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
+    if skip_grad_norm is not None:
+        is_good &= norm <= skip_grad_norm
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(is_good, new, old),
+        (params, opt_state),
+        (state.params, state.opt_state),
+    )
+    metrics = means | {
         "grad_norm": norm,
         "learning_rate": jnp.asarray(learning_rate(state.step), jnp.float32),
+        "skipped": 1 - is_good,
+        **samples,
     }
     return State(state.step + 1, params, opt_state), metrics
 
@@ -60,6 +82,7 @@ def eval_step(
     pipeline: Pipeline | None = None,
 ) -> Metrics:
     """Sums over a batch, to be added over batches before they are divided."""
+    _, batch = _without_ids(batch)
     if pipeline is not None:
         return pipeline.sums(params, batch)
     return _sums(model.loss(params, batch, shard))
@@ -90,6 +113,15 @@ def gradients(
     )
     (grads, sums), _ = jax.lax.scan(add, zeros, microbatches)
     return sums, grads
+
+
+def _without_ids(batch: Batch) -> tuple[Metrics, Batch]:
+    """A digest of which samples a batch holds, for the ledger, and the rest of it."""
+    if SAMPLE_IDS not in batch:
+        return {}, batch
+    rest = {name: x for name, x in batch.items() if name != SAMPLE_IDS}
+    digest = array_digest(batch[SAMPLE_IDS])
+    return dict(zip(SAMPLE_DIGEST, digest, strict=True)), rest
 
 
 def _split(batch: Batch, model: Model, shard: Sharder, num: int) -> Batch:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -11,16 +11,15 @@ from rich.console import Console
 from ..sharding import MeshSpec, parse_plan
 from . import config_tree, distributed, loop, metrics, sampling
 from .checkpoint import Checkpoints
-from .data import Order, Source, device_batches
-from .hooks import Evaluate, Recorder, Save
+from .data import Source
+from .ledger import Ledger
 from .optimizers import Optimizer
-from .peaks import total_peak
 from .pipelining import Pipelining
-from .progress import Progress
+from .pulse import ALLOW_SECONDS, Pulse
 from .report import write_report
-from .resume import restore_newest
 from .run_folder import RunFolder, environment
 from .schedules import Schedule
+from .session import Session
 from .setup import Setup, prepare
 from .state import Model, State
 
@@ -36,6 +35,9 @@ FREE_FIELDS = (
     "eval_batches",
     "save_every",
     "keep_checkpoints",
+    "rewind_after",
+    "max_rewinds",
+    "stall_seconds",
     "writers",
     "sample_prompt",
     "sample_tokens",
@@ -44,8 +46,8 @@ FREE_FIELDS = (
 # The least value of each whole number; 0 steps or batches mean never.
 LEAST = (
     (("batch_size", "num_steps", "log_every", "sample_tokens"), 1),
-    (("num_microbatches", "keep_checkpoints"), 1),
-    (("eval_every", "eval_batches", "save_every", "seed"), 0),
+    (("num_microbatches", "keep_checkpoints", "rewind_after"), 1),
+    (("eval_every", "eval_batches", "save_every", "seed", "max_rewinds"), 0),
 )
 
 
@@ -61,6 +63,13 @@ class Config:
         little of the step is bubble.
       pipeline: how a mesh axis pipe larger than 1 is used.
       max_grad_norm: gradients are scaled down to this global norm; None does not clip.
+      skip_grad_norm: a step whose gradient has a larger norm is left out, as one that
+        is not finite always is; None for no such limit.
+      rewind_after: so many failed steps in a row make the run go back to its last good
+        checkpoint and pass over the data since.
+      max_rewinds: so often in a row, without a new checkpoint between.
+      stall_seconds: without a finished step, after which this process writes stacks
+        and ends; None for 60, or ten times the median if that is more; 0 for never.
       eval_every: steps between evaluations, one more at the end; 0 only there.
       eval_batches: batches of the held-out split in each evaluation; 0 for none.
       save_every: steps between checkpoints, one more at the end; 0 only there.
@@ -80,6 +89,10 @@ class Config:
     num_microbatches: int | None = None
     pipeline: Pipelining = Pipelining()
     max_grad_norm: float | None = 1.0
+    skip_grad_norm: float | None = None
+    rewind_after: int = 10
+    max_rewinds: int = 2
+    stall_seconds: float | None = None
     seed: int = 0
     log_every: int = 10
     eval_every: int = 100
@@ -106,6 +119,16 @@ class Config:
                 f"batch_size {self.batch_size} is not divided by num_microbatches "
                 f"{self.num_microbatches}; {self.batch_size + short} would be"
             )
+        if self.skip_grad_norm is not None and not self.skip_grad_norm > 0:
+            raise ValueError(
+                f"skip_grad_norm must be positive, got {self.skip_grad_norm}; None "
+                "leaves out only steps that are not finite"
+            )
+        if self.stall_seconds is not None and not self.stall_seconds >= 0:
+            raise ValueError(
+                f"stall_seconds must not be negative, got {self.stall_seconds}; 0 "
+                "never ends a process that is stuck"
+            )
         parse_plan(self.plan)
         if unknown := set(self.writers) - set(metrics.EXTRAS):
             raise ValueError(
@@ -123,6 +146,7 @@ def train(
     insist: bool = False,
     console: Console | None = None,
     hooks: Iterable[loop.Hook] = (),
+    should_leave: Callable[[int], bool] | None = None,
 ) -> State:
     """Trains to config.num_steps in `workdir`, from its newest checkpoint if any.
 
@@ -130,6 +154,8 @@ def train(
       origins, config_text: where the config's values came from, for the run folder.
       insist: continue a folder that was started with another config.
       hooks: called beside the built-in ones.
+      should_leave: asked after each step; where it says so, the run saves and raises
+        preemption.Preempted. Must say the same in all processes.
     """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
@@ -151,112 +177,39 @@ def train(
         if changes:
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
+        ledger = Ledger(folder.path, is_writer=folder.is_writer)
+        pulse = held.enter_context(
+            Pulse(folder.path, jax.process_index(), stall_seconds=config.stall_seconds)
+        )
         checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
+        session = Session(
+            setup, folder, checkpoints, ledger, pulse, console, hooks, should_leave
+        )
         try:
-            if found := restore_newest(checkpoints, setup, console):
-                start, state = found
+            position = session.begin()
+            state = position.state
+            if position.step >= config.num_steps:
+                console.print(f"This run is complete at step {position.step}.")
             else:
-                start = 0
-                state = setup.layout.create(jax.random.key(config.seed), setup.mesh)
-            if start >= config.num_steps:
-                console.print(f"This run is complete at step {start}.")
-            else:
-                if start:
-                    console.print(f"Resuming from step {start}")
-                state = _run(setup, folder, checkpoints, state, start, console, hooks)
+                if position.step:
+                    console.print(f"Resuming from step {position.step}")
+                _write_pipeline(setup, folder, position.step)
+                state = session.train(position)
         finally:
             checkpoints.close()
+        ledger.event("done", step=int(state.step))
+        pulse.beat(allow=ALLOW_SECONDS)
         _show(setup, folder, state, console)
         distributed.wait_for_all("done")
         return state
 
 
-def _run(
-    setup: Setup,
-    folder: RunFolder,
-    checkpoints: Checkpoints,
-    state: State,
-    start: int,
-    console: Console,
-    hooks: Iterable[loop.Hook],
-) -> State:
-    """The steps from `start` on, with everything that accompanies them."""
-    config = setup.config
-    # Here, where steps follow: a complete run keeps what it was trained with.
-    bubble = None
+def _write_pipeline(setup: Setup, folder: RunFolder, start: int) -> None:
+    """Only where steps follow: a complete run keeps what it was trained with."""
     if setup.pipeline is None:
         folder.remove("pipeline.json")
     else:
         folder.write_json("pipeline.json", setup.pipeline.to_json(start))
-        bubble = setup.pipeline.simulation.bubble
-    console.print("Compiling the train step ...")
-    step_fn = setup.compile()
-    distributed.wait_for_all("compiled")
-    tokens_per_step = setup.train_data.tokens_per_example * config.batch_size
-    writers = _writers(config, folder, start)
-    progress = Progress(
-        config.num_steps,
-        start,
-        tokens_per_step,
-        config.model.model_flops(setup.batch),
-        total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
-        console,
-        bubble=bubble,
-        enabled=jax.process_index() == 0,
-    )
-    built_in: list[loop.Hook] = []
-    if setup.eval_data is not None:
-        built_in.append(
-            Evaluate(
-                config.eval_every,
-                setup.eval_fn,
-                setup.eval_data,
-                config.batch_size,
-                setup.num_eval_batches,
-                setup.batch_shardings,
-                progress,
-                writers,
-            )
-        )
-    # Last: a run killed right after it resumes here, and must lack no evaluation.
-    built_in.append(Save(config.save_every, checkpoints, setup, progress))
-    batches = device_batches(
-        setup.train_data,
-        Order(len(setup.train_data), config.seed),
-        batch_size=config.batch_size,
-        shardings=setup.batch_shardings,
-        start=start,
-        stop=config.num_steps,
-    )
-    try:
-        with progress, batches:
-            return loop.run(
-                step_fn,
-                state,
-                batches,
-                start=start,
-                num_steps=config.num_steps,
-                record=Recorder(progress, writers, tokens_per_step, bubble),
-                record_every=config.log_every,
-                hooks=[*built_in, *hooks],
-            )
-    finally:
-        for writer in writers:
-            writer.close()
-
-
-def _writers(config: Config, folder: RunFolder, start: int) -> Sequence[metrics.Writer]:
-    """Writers of the main process; other processes write no figures."""
-    if jax.process_index() != 0:
-        return []
-    files = metrics.FileWriter(folder.path)
-    files.truncate_after(start)
-    writers: list[metrics.Writer] = [files]
-    if "tensorboard" in config.writers:
-        writers.append(metrics.TensorBoardWriter(folder.path / "tensorboard", start))
-    if "wandb" in config.writers:
-        writers.append(metrics.WandbWriter(folder.path, "meshloom", folder.path.name))
-    return writers
 
 
 def _show(setup: Setup, folder: RunFolder, state: State, console: Console) -> None:

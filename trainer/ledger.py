@@ -1,0 +1,81 @@
+"""The ledger of a run: which samples went into which update, and all that happened.
+
+`ledger.jsonl` is only ever appended to, by one process. A line for each step,
+
+    {"event": "step", "step": 7, "batch": 6, "samples": "5c0e1d..."}
+
+with the number of its batch in the order of the data and a digest of the samples that
+the update was computed from, taken on the devices; `skipped` where the update was left
+out. Every other event has a `time`. After a `restore` to step s, the steps after s that
+stand before it have no part in the state any more: they are done again.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import digest, metrics
+from .step import SAMPLE_DIGEST
+
+FILE = "ledger.jsonl"
+
+
+class Ledger:
+    """Appends to the ledger of a run folder; only the writer of a job does.
+
+    Events may come from any thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_writer: bool = True,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.path = Path(folder) / FILE
+        self._is_writer, self._clock = is_writer, clock
+        self._lock = threading.Lock()
+        if is_writer:
+            _drop_torn_end(self.path)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._append([{"event": kind, "time": round(self._clock(), 3), **fields}])
+
+    def steps(self, rows: Sequence[dict[str, Any]], batches_ahead: int) -> None:
+        """Notes steps, and takes the digests of their samples out of the rows.
+
+        Args:
+          batches_ahead: batches that were passed over, by rewinding, before these.
+        """
+        found = []
+        for row in rows:
+            step = int(row["step"])
+            lanes = [row.pop(name) for name in SAMPLE_DIGEST]
+            line = {"event": "step", "step": step, "batch": step - 1 + batches_ahead}
+            line["samples"] = digest.text(lanes)
+            found.append(line | ({"skipped": True} if row["skipped"] else {}))
+        self._append(found)
+
+    def read(self) -> list[dict[str, Any]]:
+        return metrics.read(self.path) if self.path.exists() else []
+
+    def _append(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._is_writer:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            with self._lock, open(self.path, "a", encoding="utf-8") as file:
+                file.write(text)
+
+
+def _drop_torn_end(path: Path) -> None:
+    """Cuts off what follows the last newline: half a line of a killed process."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)

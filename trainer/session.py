@@ -1,0 +1,242 @@
+"""A run in flight: its steps, with everything that accompanies them."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+from rich.console import Console
+
+from . import config_tree, distributed, loop, metrics
+from .bad_steps import BadSteps, Rewind, give_up
+from .checkpoint import Checkpoints, committed_steps
+from .data import Order, device_batches
+from .hooks import Evaluate, Recorder, Save
+from .ledger import Ledger
+from .peaks import total_peak
+from .preemption import Preempted
+from .progress import Progress
+from .pulse import ALLOW_SECONDS, Pulse
+from .resume import Position, restore_newest
+from .run_folder import RunFolder
+from .setup import Setup
+from .state import State
+
+# Compiling the step of a large model may take this long.
+COMPILE_SECONDS = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What a run works with, in this process."""
+
+    setup: Setup
+    folder: RunFolder
+    checkpoints: Checkpoints
+    ledger: Ledger
+    pulse: Pulse
+    console: Console
+    hooks: Iterable[loop.Hook]
+    should_leave: Callable[[int], bool] | None
+
+    def begin(self) -> Position:
+        """From the newest checkpoint, or from nothing."""
+        config = self.setup.config
+        self._note_start()
+        self.pulse.beat(allow=ALLOW_SECONDS)
+        found = restore_newest(self.checkpoints, self.setup, self.ledger, self.console)
+        if found is None:
+            key = jax.random.key(config.seed)
+            found = Position(0, self.setup.layout.create(key, self.setup.mesh))
+        self.pulse.beat()
+        return found
+
+    def train(self, position: Position) -> State:
+        """The steps from a position on; rewinds where too many in a row fail."""
+        self.pulse.beat(allow=COMPILE_SECONDS)
+        self.console.print("Compiling the train step ...")
+        step_fn = self.setup.compile()
+        distributed.wait_for_all("compiled", COMPILE_SECONDS)
+        self.pulse.beat(allow=ALLOW_SECONDS)
+        config, rewinds = self.setup.config, [0]  # the steps that were gone back to
+        while True:
+            bad = BadSteps(config.rewind_after, say=self.console.print)
+            try:
+                return self._run(step_fn, position, bad)
+            except Rewind as rewind:
+                found = None
+                if len(rewinds) <= config.max_rewinds:
+                    found = self._rewind(rewind, position, bad)
+                if found is None:
+                    num = len(rewinds) - 1
+                    raise give_up(rewind, config.rewind_after, num) from None
+                # To have saved something new is progress.
+                rewinds = [0] if found.step > max(rewinds) else rewinds
+                rewinds.append(found.step)
+                position = found
+
+    def _rewind(
+        self, rewind: Rewind, position: Position, bad: BadSteps
+    ) -> Position | None:
+        """The last good checkpoint, with the data that failed passed over."""
+        # A state after which nothing went well is not gone back to again.
+        first = rewind.step - bad.in_a_row + 1
+        before = first if bad.any_good else position.step
+        self.checkpoints.wait()
+        found = restore_newest(
+            self.checkpoints, self.setup, self.ledger, self.console, before=before
+        )
+        if found is None:
+            return None
+        for step in committed_steps(self.checkpoints.folder):
+            if step > found.step:
+                self.checkpoints.set_aside(step, "abandoned")
+        # What was read after that checkpoint is passed over, good or bad.
+        next_batch = rewind.step + position.batches_ahead
+        first_batch = found.step + found.batches_ahead
+        ahead = next_batch - found.step
+        self.ledger.event(
+            "rewind",
+            step=found.step,
+            failed_step=rewind.step,
+            skipped_batches=[first_batch, next_batch],
+            reason=rewind.words,
+        )
+        self.console.print(
+            f"Rewinding from step {rewind.step} to {found.step}; the data of "
+            f"{next_batch - first_batch} batches is passed over"
+        )
+        self.pulse.beat(allow=ALLOW_SECONDS)
+        return dataclasses.replace(found, batches_ahead=ahead)
+
+    def _run(self, step_fn, position: Position, bad: BadSteps) -> State:
+        setup, config, start = self.setup, self.setup.config, position.step
+        bubble = setup.pipeline.simulation.bubble if setup.pipeline else None
+        tokens_per_step = setup.train_data.tokens_per_example * config.batch_size
+        writers = self._writers(start)
+        progress = Progress(
+            config.num_steps,
+            start,
+            tokens_per_step,
+            config.model.model_flops(setup.batch),
+            total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
+            self.console,
+            bubble=bubble,
+            enabled=jax.process_index() == 0,
+        )
+        bad.say = progress.message
+        record = Recorder(
+            progress,
+            writers,
+            tokens_per_step,
+            bad,
+            self.ledger,
+            position.batches_ahead,
+            bubble,
+        )
+        built_in: list[loop.Hook] = []
+        if setup.eval_data is not None:
+            built_in.append(
+                Evaluate(
+                    config.eval_every,
+                    setup.eval_fn,
+                    setup.eval_data,
+                    config.batch_size,
+                    setup.num_eval_batches,
+                    setup.batch_shardings,
+                    progress,
+                    writers,
+                )
+            )
+        # Last: a run killed right after it resumes here, and must lack no evaluation.
+        save = Save(
+            config.save_every,
+            self.checkpoints,
+            setup,
+            progress,
+            bad,
+            position.batches_ahead,
+        )
+        built_in.append(save)
+        batches = device_batches(
+            setup.train_data,
+            Order(len(setup.train_data), config.seed),
+            batch_size=config.batch_size,
+            shardings=setup.batch_shardings,
+            start=start + position.batches_ahead,
+            stop=config.num_steps + position.batches_ahead,
+        )
+        try:
+            with progress, batches:
+                return loop.run(
+                    step_fn,
+                    position.state,
+                    batches,
+                    start=start,
+                    num_steps=config.num_steps,
+                    record=record,
+                    record_every=config.log_every,
+                    hooks=[self._alive(hook) for hook in (*built_in, *self.hooks)],
+                    started=lambda step, row: self.pulse.started(step, row["loss"]),
+                    should_leave=self.should_leave,
+                )
+        except loop.Leave as leave:
+            self.pulse.beat(allow=ALLOW_SECONDS)
+            if save.last_step != leave.step:
+                save(leave.step, leave.state)
+            self.checkpoints.wait()
+            self.ledger.event("preempted", step=leave.step)
+            raise Preempted(leave.step) from None
+        finally:
+            for writer in writers:
+                writer.close()
+
+    def _alive(self, hook: loop.Hook) -> loop.Hook:
+        return _Alive(hook, self.pulse)
+
+    def _note_start(self) -> None:
+        """What this attempt is, and what ended the one before it."""
+        config, data = self.setup.config, self.setup.train_data
+        before = [row for row in self.ledger.read() if row["event"] == "start"]
+        if reason := os.environ.get("MESHLOOM_RESTART_REASON"):
+            self.ledger.event("death", reason=reason)
+        count = jax.process_count()
+        if before and before[-1]["processes"] != count:
+            self.ledger.event("resize", processes=count, before=before[-1]["processes"])
+        self.ledger.event(
+            "start",
+            processes=count,
+            devices=jax.device_count(),
+            mesh={k: v for k, v in self.setup.layout.params.mesh.items() if v > 1},
+            attempt=int(os.environ.get("MESHLOOM_ATTEMPT", "1")),
+            config_digest=config_tree.digest(config),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            num_examples=len(data),
+        )
+
+    def _writers(self, start: int) -> Sequence[metrics.Writer]:
+        """Writers of the main process; other processes write no figures."""
+        if jax.process_index() != 0:
+            return []
+        extras, path = self.setup.config.writers, self.folder.path
+        files = metrics.FileWriter(path)
+        files.truncate_after(start)
+        writers: list[metrics.Writer] = [files]
+        if "tensorboard" in extras:
+            writers.append(metrics.TensorBoardWriter(path / "tensorboard", start))
+        if "wandb" in extras:
+            writers.append(metrics.WandbWriter(path, "meshloom", path.name))
+        return writers
+
+
+class _Alive:
+    """A hook that may take longer than a step."""
+
+    def __init__(self, hook: loop.Hook, pulse: Pulse):
+        self.every, self._hook, self._pulse = hook.every, hook, pulse
+
+    def __call__(self, step: int, state: State) -> None:
+        self._pulse.beat(allow=ALLOW_SECONDS)
+        self._hook(step, state)
+        self._pulse.beat()
