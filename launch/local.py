@@ -37,8 +37,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--stall-seconds",
         type=float,
         metavar="S",
-        help="restart after S seconds without progress; default: 60, or 10 times the "
-        "median step if that is more",
+        help="restart after S seconds without progress; default: 90, or 15 times the "
+        "median between two reports if that is more",
     )
     parser.add_argument(
         "--start-seconds",

@@ -11,7 +11,7 @@ class Settings:
       min_processes: the group may shrink to this many; None keeps it whole.
       cpu_devices: run on the CPU, with this many devices in each process.
       max_restarts: how many may follow each other without progress.
-      stall_seconds: without progress after the first step; None is 60, or ten times the
+      stall_seconds: without progress after the first step; None is 90, or 15 times the
         median between two reports if that is more.
       start_seconds: without progress before the first step, which is compiled.
       grace_seconds: for workers that were told to save and leave.

@@ -17,6 +17,9 @@ class Watch:
 
     The workers of a job go in step, so it is the group that is watched: it has stalled
     when no worker reports anything new within the limit.
+
+    Args:
+      slack: the limit is so many times as long, where none is given.
     """
 
     def __init__(
@@ -24,10 +27,11 @@ class Watch:
         *,
         stall_seconds: float | None,
         start_seconds: float,
+        slack: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._stall_seconds, self._start_seconds = stall_seconds, start_seconds
-        self._clock = clock
+        self._slack, self._clock = slack, clock
         self._intervals: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
         self.has_reports = False  # whether any worker ever reported, in any attempt
         self.highest: int | None = None  # step of any worker in any attempt
@@ -84,7 +88,7 @@ class Watch:
         if self._stall_seconds is not None:
             return max(self._stall_seconds, allowed)
         median = statistics.median(self._intervals) if self._intervals else 0
-        return max(LEAST_SECONDS, MEDIANS * median, allowed)
+        return self._slack * max(LEAST_SECONDS, MEDIANS * median, allowed)
 
     @property
     def has_stalled(self) -> bool:

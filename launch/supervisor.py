@@ -20,6 +20,8 @@ from .settings import Settings
 from .stall import Watch
 from .statuses import BAD_INPUT, DONE, PREEMPTED, Ending
 
+# A worker's own watchdog comes first: it knows where its threads stand.
+SLACK = 1.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -45,7 +47,9 @@ class Supervisor:
         self._logs = Logs(folder)
         self._heir = Heir()
         self._watch = Watch(
-            stall_seconds=settings.stall_seconds, start_seconds=settings.start_seconds
+            stall_seconds=settings.stall_seconds,
+            start_seconds=settings.start_seconds,
+            slack=SLACK,
         )
         self._restarts = Restarts(
             settings.processes,

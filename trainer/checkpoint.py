@@ -34,7 +34,7 @@ class Checkpoints:
         # Orbax logs its every move; what a user must know is said by the trainer.
         logging.getLogger("absl").setLevel(logging.WARNING)
         for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_not_full_disk)
+            logging.getLogger(name).addFilter(_is_not_said_by_us)
         self.folder = Path(folder).absolute()
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -116,10 +116,12 @@ class Checkpoints:
         self._manager.close()
 
 
-def _is_not_full_disk(record: logging.LogRecord) -> bool:
-    """Each thread of orbax logs the traceback of a full disk, which it also raises."""
+def _is_not_said_by_us(record: logging.LogRecord) -> bool:
+    """Leaves out what is said by us, once: a full disk, being told to leave."""
     raised = record.exc_info[1] if record.exc_info else ""
-    return os.strerror(errno.ENOSPC) not in f"{record.getMessage()} {raised}"
+    text = f"{record.getMessage()} {raised}"
+    said = (os.strerror(errno.ENOSPC), "Reached preemption sync point")
+    return not any(words in text for words in said)
 
 
 def latest_step(folder: Path) -> int | None:

@@ -42,11 +42,13 @@ class Pulse:
         self,
         folder: Path,
         process: int,
+        num_processes: int = 1,
         *,
         stall_seconds: float | None = None,
         start_seconds: float = ALLOW_SECONDS,
     ):
         self._folder, self._process = Path(folder) / FOLDER, process
+        self._num_processes = num_processes
         self._is_watched = stall_seconds != 0
         self._watch = Watch(
             stall_seconds=stall_seconds or None, start_seconds=start_seconds
@@ -56,7 +58,9 @@ class Pulse:
         self._lock = threading.Lock()
         self._running: collections.deque[tuple[int, Any]] = collections.deque()
         self._step: int | None = None
+        self._started: int | None = None  # the newest step
         self._allow = 0.0
+        self._allowed_at: int | None = None  # the newest step when that was said
         self._began = time.time()
         self._has_dumped = False
         self._closed = threading.Event()
@@ -74,10 +78,15 @@ class Pulse:
     def started(self, step: int, figure: Any) -> None:
         """A step was handed to the devices; it is done when `figure` is there."""
         self._running.append((step, figure))
+        self._started = step
 
     def beat(self, *, allow: float = 0.0) -> None:
-        """Something was finished; what comes next may take `allow` seconds."""
-        self._allow = allow
+        """Something was finished; what comes next may take `allow` seconds.
+
+        That holds until the next sign of life, or until a step is done that was not yet
+        started now.
+        """
+        self._allow, self._allowed_at = allow, self._started
         self._report()
 
     def _report(self) -> None:
@@ -101,6 +110,8 @@ class Pulse:
             done, _ = self._running.popleft()
         if done is not None:
             self._step = done
+            if self._allowed_at is None or done > self._allowed_at:
+                self._allow = 0.0
             self._report()
 
     def _is_asked(self) -> bool:
@@ -119,12 +130,25 @@ class Pulse:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
+    def _without_stacks(self, asked: float) -> list[int]:
+        """Processes that wrote nothing since they were asked, but for this one."""
+        silent = []
+        for number in range(self._num_processes):
+            file = self._folder / f"process-{number}.txt"
+            if not file.exists() or file.stat().st_mtime < asked - 1:
+                silent.append(number)
+        return [number for number in silent if number != self._process]
+
     def _end(self, reason: str) -> None:
         try:
             self._dump(reason)
             (self._folder / REQUEST).write_text(f"process {self._process}: {reason}\n")
-            words = f"the stacks of all processes are in {self._folder}"
+            asked = time.time()
             time.sleep(REQUEST_SECONDS)
+            words = f"stacks are in {self._folder}"
+            if silent := self._without_stacks(asked):
+                # Stopped, or on a machine that is gone: not even a thread of it runs.
+                words += f"; process {', '.join(map(str, silent))} wrote none"
         except OSError as error:  # a disk that hangs or is full must not keep us here
             words = f"no stacks could be written: {error}"
         text = f"meshloom: process {self._process}: {reason}; {words}\n"

@@ -179,7 +179,12 @@ def train(
             console.print(f"Continued with other settings:\n{text}", markup=False)
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
         pulse = held.enter_context(
-            Pulse(folder.path, jax.process_index(), stall_seconds=config.stall_seconds)
+            Pulse(
+                folder.path,
+                jax.process_index(),
+                jax.process_count(),
+                stall_seconds=config.stall_seconds,
+            )
         )
         checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
         session = Session(
