@@ -70,8 +70,9 @@ def test_full_disk_and_read_only_disk(tmp_path):
     full, rest = stderr.split("full: 2\n")
     # Threads of tensorstore may show around it that their writes were given up.
     assert (
-        f"meshloom: {tmp_path / 'run'}: No space left on device. Free some space, then "
-        "run the same command again to continue\n"
+        f"meshloom: the checkpoint of step {NUM_STEPS} was not written to "
+        f"{tmp_path / 'run' / 'checkpoints'}: No space left on device. None is whole "
+        "there. Free some space, then run the same command again to continue.\n"
     ) in full
     assert rest.startswith(
         f"meshloom: run folder {tmp_path / 'run'} cannot be written: Read-only file "

@@ -5,64 +5,171 @@ On disk a checkpoint is the state as a tree of global arrays, stacked blocks as
 with a digest of every array, and a restore proves that it read what was saved.
 """
 
-import errno
+import concurrent.futures
 import json
-import logging
+import math
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from . import distributed, manifest
+from . import distributed, holds, manifest, retention
+from .save_errors import GONE, quiet_logs, save_failed
+from .stall import Stall
 from .state import Layout, State, placed
 
 STATE = "state"  # the folder of a step that holds the arrays
 
 
+def no_event(kind: str, **facts: Any) -> None:
+    """Takes an event and does nothing."""
+
+
 class Checkpoints:
     """The checkpoints of a run folder. Close it, or lose what is still being written.
 
+    A save goes on in the background. Where it fails there, the next call says so, with
+    the step it belongs to.
+
     Args:
       keep: how many of the newest to keep; None keeps all.
+      keep_every: steps that are multiples of it are kept too; 0 for none.
+      keep_best: how many of those with the lowest loss are kept too.
+      event: called with "save" (step, stall_s, waited_s, digests_s, copy_s) when
+        training goes on, and from another thread with "commit" (step) when the step is
+        whole on disk, or "commit_failed" (step, reason).
     """
 
-    def __init__(self, folder: Path, *, keep: int | None = 3):
-        # Orbax logs its every move; what a user must know is said by the trainer.
-        logging.getLogger("absl").setLevel(logging.WARNING)
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_not_said_by_us)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int | None = 3,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        event: Callable[..., None] = no_event,
+    ):
+        quiet_logs()
         self.folder = Path(folder).absolute()
+        self._event = event
+        self._losses: dict[int, float | None] = {}
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, create=True, enable_async_checkpointing=True
+                preservation_policy=retention.policy(
+                    last=keep,
+                    every=keep_every,
+                    best=keep_best,
+                    loss_of=self._loss_of,
+                ),
+                create=True,
+                enable_async_checkpointing=True,
+                # Where folders cannot be made in the background, orbax's other threads
+                # wait for them for 20 minutes, and the process does not end.
+                async_options=ocp.AsyncOptions(
+                    create_directories_asynchronously=False,
+                    # Called before the step counts, whatever its name says.
+                    post_finalization_callback=self._before_commit,
+                ),
             ),
         )
+        self._place = _place(self.folder)
+        self._saving = 0  # the newest step that a save was started of
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "commit")
+        self._running: tuple[int, concurrent.futures.Future[None]] | None = None
 
     def save(
-        self, step: int, state: State, about: Mapping[str, Any] | None = None
-    ) -> None:
+        self,
+        step: int,
+        state: State,
+        about: Mapping[str, Any] | None = None,
+        *,
+        loss: float | None = None,
+        since: float | None = None,
+    ) -> Stall:
         """Starts a save of a step that is not there yet.
+
+        A save that is still running is waited for.
 
         Args:
           about: what the manifest says beside the arrays' digests.
+          loss: held-out, by which the best are kept; None does not count.
+          since: time.perf_counter() when training stopped for it; None for now.
         """
+        begin = time.perf_counter()
+        if since is None:
+            since = begin
         if step in committed_steps(self.folder):
             raise ValueError(
                 f"step {step} is already saved in {self.folder}; a committed step is "
                 "never replaced. Choose another --workdir."
             )
+        if loss is not None and math.isfinite(loss):
+            about = {**(about or {}), manifest.LOSS: loss}
+            self._losses[step] = loss
         tree = state._asdict()
+        made = manifest.make(step, tree, about or {})
+        digested = time.perf_counter()
+        waited_for = self.wait()
+        waited = time.perf_counter()
+        if _place(self.folder) != self._place:
+            raise save_failed(step, self.folder, GONE, [])
         items = {
             STATE: ocp.args.StandardSave(tree),
-            manifest.ITEM: ocp.args.JsonSave(manifest.make(step, tree, about or {})),
+            manifest.ITEM: ocp.args.JsonSave(made),
         }
-        if not self._manager.save(step, args=ocp.args.Composite(**items)):
+        self._saving = step
+        try:
+            started = self._manager.save(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError) as error:
+            raise self._failed(step, error) from error
+        if not started:
             raise ValueError(f"orbax refused to save step {step} in {self.folder}")
+        holds.reached("save", step, jax.process_index())
+        end = time.perf_counter()
+        stall = Stall(
+            end - since, digested - begin, waited - digested, end - waited, waited_for
+        )
+        self._event("save", step=step, **stall.seconds())
+        self._running = (step, self._background.submit(self._commit, step))
+        return stall
+
+    def _before_commit(self) -> None:
+        holds.reached("commit", self._saving, jax.process_index())
+
+    def _commit(self, step: int) -> None:
+        """Waits until a step is whole on disk; runs in the background."""
+        try:
+            self._manager.wait_until_finished()
+            if _place(self.folder) != self._place:
+                raise FileNotFoundError(GONE)
+            if jax.process_index() == 0 and not _is_committed(self.folder / str(step)):
+                raise FileNotFoundError("it is not there after it was written")
+        except Exception as error:  # of tensorstore and orbax, of many types
+            failed = self._failed(step, error)
+            self._event("commit_failed", step=step, reason=str(failed))
+            raise failed from error
+        self._event("commit", step=step)
+
+    def _failed(self, step: int, error: Exception) -> OSError:
+        if _place(self.folder) != self._place:
+            return save_failed(step, self.folder, GONE, [])
+        return save_failed(step, self.folder, error, committed_steps(self.folder))
+
+    def _loss_of(self, step: int) -> float | None:
+        """The held-out loss of a step, from its manifest if it was saved before."""
+        if step not in self._losses:
+            try:
+                found = manifest.read(self.folder, step)
+            except ValueError:  # damaged, or of another version
+                found = {}
+            self._losses[step] = found.get(manifest.LOSS)
+        return self._losses[step]
 
     def restore(self, step: int, layout: Layout, mesh: Any) -> State:
         """The state of a step, straight into the layout of this mesh.
@@ -88,6 +195,7 @@ class Checkpoints:
                 f"{where} cannot be read: {reason}"
             ) from error
         tree = found[STATE]
+        holds.reached("restore", step, jax.process_index())
         if paths := manifest.differences(saved, tree):
             raise manifest.CorruptCheckpoint(
                 f"{where} is not what was saved: the digests of {len(paths)} arrays "
@@ -109,19 +217,38 @@ class Checkpoints:
         self._manager.reload()
         return aside
 
-    def wait(self) -> None:
-        self._manager.wait_until_finished()
+    def wait(self) -> int | None:
+        """Waits for a running save; its step, or None where none was running.
+
+        Raises SaveFailed where it failed, once.
+        """
+        if self._running is None:
+            return None
+        (step, commit), self._running = self._running, None
+        was_running = not commit.done()
+        commit.result()
+        return step if was_running else None
 
     def close(self) -> None:
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            try:
+                self._manager.close()
+            except Exception:
+                # Orbax raises the error of a save once more in each thread; `wait` has
+                # said it. What it has left to close, it closes the second time.
+                self._manager.close()
 
 
-def _is_not_said_by_us(record: logging.LogRecord) -> bool:
-    """Leaves out what is said by us, once: a full disk, being told to leave."""
-    raised = record.exc_info[1] if record.exc_info else ""
-    text = f"{record.getMessage()} {raised}"
-    said = (os.strerror(errno.ENOSPC), "Reached preemption sync point")
-    return not any(words in text for words in said)
+def _place(folder: Path) -> tuple[int, int] | None:
+    """What stays the same of a folder until it is moved, removed or made anew."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def latest_step(folder: Path) -> int | None:

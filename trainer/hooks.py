@@ -1,6 +1,7 @@
 """What happens between steps: recording, evaluation, checkpoints."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class Evaluate:
     shardings: Shardings
     progress: Progress
     writers: Sequence[Writer]
+    latest: tuple[int, float] | None = None  # the newest step, and its loss
 
     def __call__(self, step: int, state: State) -> None:
         total: dict[str, jax.Array] | None = None
@@ -84,6 +86,7 @@ class Evaluate:
         assert total is not None
         sums = {name: float(value) for name, value in jax.device_get(total).items()}
         loss = (sums["loss"] - sums.get("penalty", 0.0)) / sums["weight"]
+        self.latest = (step, loss)
         row = {"step": step, "loss": loss, **self.dataset.loss_units(loss)}
         for writer in self.writers:
             writer.write("eval", [row])
@@ -92,11 +95,15 @@ class Evaluate:
         self.progress.rate.restart()
 
 
+LONG = 1.0  # seconds of a stall that a person is told of
+
+
 @dataclasses.dataclass
 class Save:
     """Starts a checkpoint, but none in a row of failed steps, unless it is the last.
 
     Attributes:
+      evaluate: ran before this hook where it was due; the checkpoint gets its loss.
       last_step: that was saved.
     """
 
@@ -106,14 +113,27 @@ class Save:
     progress: Progress
     bad: BadSteps
     batches_ahead: int = 0
+    evaluate: Evaluate | None = None
     last_step: int | None = None
+    said: bool = False
 
     def __call__(self, step: int, state: State) -> None:
         if self.bad.in_a_row and step < self.setup.config.num_steps:
             self.progress.message(f"step {step} failed, so no checkpoint of it is made")
             return
-        canonical = self.setup.layout.canonical(state, self.setup.mesh)
-        about = self.setup.about(step, self.batches_ahead)
-        self.checkpoints.save(step, canonical, about)
+        since = time.perf_counter()
+        measured = self.evaluate.latest if self.evaluate else None
+        stall = self.checkpoints.save(
+            step,
+            self.setup.layout.canonical(state, self.setup.mesh),
+            self.setup.about(step, self.batches_ahead),
+            loss=measured[1] if measured and measured[0] == step else None,
+            since=since,
+        )
         self.last_step = step
+        # A save that the next had to wait for is said the first time, however short.
+        first = stall.waited_for is not None and not self.said
+        if first or stall.stall_s > LONG:
+            self.said = self.said or first
+            self.progress.message(f"step {step}  {stall.words()}")
         self.progress.rate.restart()

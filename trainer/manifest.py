@@ -19,6 +19,7 @@ from .digest import tree_digests
 
 FORMAT = 1
 ITEM = "manifest"  # the folder of a step that holds it
+LOSS = "held_out_loss"  # of the same step, where it was measured
 
 
 class CorruptCheckpoint(ValueError):

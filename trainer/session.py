@@ -135,19 +135,19 @@ class Session:
             bubble,
         )
         built_in: list[loop.Hook] = []
+        evaluate = None
         if setup.eval_data is not None:
-            built_in.append(
-                Evaluate(
-                    config.eval_every,
-                    setup.eval_fn,
-                    setup.eval_data,
-                    config.batch_size,
-                    setup.num_eval_batches,
-                    setup.batch_shardings,
-                    progress,
-                    writers,
-                )
+            evaluate = Evaluate(
+                config.eval_every,
+                setup.eval_fn,
+                setup.eval_data,
+                config.batch_size,
+                setup.num_eval_batches,
+                setup.batch_shardings,
+                progress,
+                writers,
             )
+            built_in.append(evaluate)
         # Last: a run killed right after it resumes here, and must lack no evaluation.
         save = Save(
             config.save_every,
@@ -156,6 +156,7 @@ class Session:
             progress,
             bad,
             position.batches_ahead,
+            evaluate,
         )
         built_in.append(save)
         batches = device_batches(

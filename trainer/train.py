@@ -38,6 +38,8 @@ FREE_FIELDS = (
     "rewind_after",
     "max_rewinds",
     "stall_seconds",
+    "keep_every",
+    "keep_best",
     "writers",
     "sample_prompt",
     "sample_tokens",
@@ -48,6 +50,7 @@ LEAST = (
     (("batch_size", "num_steps", "log_every", "sample_tokens"), 1),
     (("num_microbatches", "keep_checkpoints", "rewind_after"), 1),
     (("eval_every", "eval_batches", "save_every", "seed", "max_rewinds"), 0),
+    (("keep_every", "keep_best"), 0),
 )
 
 
@@ -74,6 +77,9 @@ class Config:
       eval_batches: batches of the held-out split in each evaluation; 0 for none.
       save_every: steps between checkpoints, one more at the end; 0 only there.
       keep_checkpoints: how many of the newest are kept; None keeps all.
+      keep_every: steps that are multiples of it are kept too; 0 for none.
+      keep_best: how many with the lowest held-out loss are kept too, of those saved at
+        a step with an evaluation.
       writers: any of "tensorboard", "wandb", beside metrics.jsonl.
       sample_prompt: text to continue after training, where the model can generate.
     """
@@ -99,6 +105,8 @@ class Config:
     eval_batches: int = 16
     save_every: int = 100
     keep_checkpoints: int | None = 3
+    keep_every: int = 0
+    keep_best: int = 0
     writers: tuple[str, ...] = ()
     sample_prompt: str | None = None
     sample_tokens: int = 256
@@ -128,6 +136,16 @@ class Config:
             raise ValueError(
                 f"stall_seconds must not be negative, got {self.stall_seconds}; 0 "
                 "never ends a process that is stuck"
+            )
+        if self.keep_best and not self.eval_batches:
+            raise ValueError(
+                f"keep_best is {self.keep_best}, but with eval_batches=0 there is no "
+                "held-out loss to choose by. Set eval_batches, or keep_best=0."
+            )
+        if self.keep_checkpoints is None and (self.keep_every or self.keep_best):
+            raise ValueError(
+                "keep_every and keep_best have no effect: keep_checkpoints=None keeps "
+                "all. Set keep_checkpoints to a number, or leave them at 0."
             )
         parse_plan(self.plan)
         if unknown := set(self.writers) - set(metrics.EXTRAS):
@@ -186,7 +204,13 @@ def train(
                 stall_seconds=config.stall_seconds,
             )
         )
-        checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
+        checkpoints = Checkpoints(
+            folder.checkpoints,
+            keep=config.keep_checkpoints,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            event=ledger.event,
+        )
         session = Session(
             setup, folder, checkpoints, ledger, pulse, console, hooks, should_leave
         )

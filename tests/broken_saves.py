@@ -1,0 +1,70 @@
+"""The command line, with a folder that breaks while the run of 12 steps saves step 8.
+
+`python broken_saves.py FAULT WHEN ARGV...`: FAULT is read-only, removed, moved or
+run-removed; WHEN is before the save, or during what it does in the background.
+"""
+
+import functools
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+
+from meshloom.trainer import hooks
+from meshloom.trainer.cli import main
+
+STEP = 8
+
+
+def strike(fault: str, folder: Path) -> None:
+    if fault == "read-only":
+        # A mount of its own, see test_broken_saves.
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    elif fault == "removed":
+        shutil.rmtree(folder)
+    elif fault == "moved":
+        folder.rename(folder.with_name("moved"))
+    else:
+        shutil.rmtree(folder.parent)
+
+
+def run(fault: str, when: str, argv: list[str]) -> int:
+    written, broken = threading.Event(), threading.Event()
+    save = hooks.Save.__call__
+
+    def hook(self, step, state):
+        if step != STEP:
+            save(self, step, state)
+            return
+        self.checkpoints.wait()
+        if when == "before":
+            strike(fault, self.checkpoints.folder)
+            save(self, step, state)
+        else:
+            nonlocal waits
+            waits = True
+            save(self, step, state)
+            written.wait()
+            strike(fault, self.checkpoints.folder)
+            broken.set()
+
+    waits = False
+
+    def before_commit():
+        """Orbax calls it before it renames the folder of a step."""
+        if waits:
+            written.set()
+            broken.wait()
+
+    ocp.AsyncOptions = functools.partial(
+        ocp.AsyncOptions, post_finalization_callback=before_commit
+    )
+    hooks.Save.__call__ = hook
+    return main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2], sys.argv[3:]))
