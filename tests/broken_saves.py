@@ -4,16 +4,13 @@
 run-removed; WHEN is before the save, or during what it does in the background.
 """
 
-import functools
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import orbax.checkpoint as ocp
-
-from meshloom.trainer import hooks
+from meshloom.trainer import checkpoint, hooks
 from meshloom.trainer.cli import main
 
 STEP = 8
@@ -54,14 +51,12 @@ def run(fault: str, when: str, argv: list[str]) -> int:
     waits = False
 
     def before_commit():
-        """Orbax calls it before it renames the folder of a step."""
+        """All is written, and the folder of the step has not its name yet."""
         if waits:
             written.set()
             broken.wait()
 
-    ocp.AsyncOptions = functools.partial(
-        ocp.AsyncOptions, post_finalization_callback=before_commit
-    )
+    checkpoint.Checkpoints._before_commit = lambda self: before_commit()
     hooks.Save.__call__ = hook
     return main(argv)
 

@@ -1,9 +1,7 @@
 """A save in the background: what it holds up, what it tells, how it fails."""
 
-import functools
 import threading
 
-import orbax.checkpoint as ocp
 import pytest
 from test_checkpoint import assert_equal, make_mesh, plan, trained
 from tiny_runs import main, sets_of, train
@@ -25,10 +23,7 @@ class Gate:
     def __init__(self, monkeypatch):
         self.open = threading.Event()
         self.open.set()
-        options = functools.partial(
-            ocp.AsyncOptions, post_finalization_callback=self._pass
-        )
-        monkeypatch.setattr(ocp, "AsyncOptions", options)
+        monkeypatch.setattr(Checkpoints, "_before_commit", self._pass)
 
     def _pass(self):
         assert self.open.wait(60)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cli_ckpt, cli_ledger
+from . import cli_ckpt, cli_drill, cli_ledger
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     cli_ckpt.add(commands, _command)
     cli_ledger.add(commands, _command)
+    cli_drill.add(commands, _command)
     _add_launch(commands)
     return parser
 

@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..sharding.text import align
 from . import ledger_audit, manifest, metrics
@@ -146,6 +145,6 @@ def table(results: Sequence[Result]) -> str:
     return align(rows, right=(2, 3))
 
 
-def write(path: Path, results: Sequence[Result], more: dict[str, Any]) -> None:
+def write(path: Path, results: Sequence[Result]) -> None:
     rows = [dataclasses.asdict(r) | {"recovered": r.recovered} for r in results]
-    path.write_text(json.dumps({**more, "faults": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(rows, indent=1) + "\n")
