@@ -33,6 +33,9 @@ FLAGS = {
     "ckpt verify": {"RUN", "--step"},
     "ckpt diff": {"RUN", "OTHER", "--step", "--other-step"},
     "ckpt export": {"RUN", "--step", "--output", "--all"},
+    "ledger audit": {"RUN"},
+    "certify": {"--config", "--set", "--meshes", "--steps", "--save-at", "--drift"}
+    | {"--run-seconds", "--workdir", "--json"},
     "launch local": {"--processes", "--min-processes", "--cpu-devices", "--logs"}
     | {"--max-restarts", "--stall-seconds", "--start-seconds", "--grace-seconds"}
     | {"COMMAND"},

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cli_ckpt, cli_drill, cli_ledger
+from . import cli_certify, cli_ckpt, cli_drill, cli_ledger
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_ckpt.add(commands, _command)
     cli_ledger.add(commands, _command)
     cli_drill.add(commands, _command)
+    cli_certify.add(commands, _command, _add_config_flags)
     _add_launch(commands)
     return parser
 
@@ -99,7 +100,9 @@ def _command(commands, name: str, run, help: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config_flags(parser: argparse.ArgumentParser, default: str | None) -> None:
+def _add_config_flags(
+    parser: argparse.ArgumentParser, default: str | None, *, mesh: bool = True
+) -> None:
     shown = f"; default: {default}" if default else ""
     parser.add_argument(
         "--config",
@@ -114,11 +117,12 @@ def _add_config_flags(parser: argparse.ArgumentParser, default: str | None) -> N
         metavar="NAME=VALUE",
         help="change one value, for instance --set model.num_layers=4; may be repeated",
     )
-    parser.add_argument(
-        "--mesh",
-        metavar="SIZES",
-        help="the mesh instead of the config's, for instance data=2,fsdp=2,tensor=2",
-    )
+    if mesh:
+        parser.add_argument(
+            "--mesh",
+            metavar="SIZES",
+            help="the mesh instead of the config's, such as data=2,fsdp=2,tensor=2",
+        )
 
 
 def _add_train(commands) -> None:

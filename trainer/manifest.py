@@ -95,9 +95,18 @@ def differences(manifest: Mapping[str, Any], tree: Any) -> list[str]:
 
 
 def state_digest(manifest: Mapping[str, Any]) -> str:
-    """One digest of all arrays, to compare whole states by."""
+    """One digest of all arrays as they were saved, to compare whole states by."""
     arrays = manifest["arrays"]
-    lines = [f"{path} {arrays[path]['digest']}\n" for path in sorted(arrays)]
+    return _joined({path: array["digest"] for path, array in arrays.items()})
+
+
+def tree_digest(tree: Any) -> str:
+    """The same of a tree of arrays, computed from what the devices hold."""
+    return _joined(tree_digests(tree))
+
+
+def _joined(digests: Mapping[str, str]) -> str:
+    lines = [f"{path} {digests[path]}\n" for path in sorted(digests)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 

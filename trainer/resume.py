@@ -55,11 +55,13 @@ def restore_newest(
                 setup.layout.arranged(state, setup.mesh),
                 _batches_ahead(saved, step, setup.config.batch_size),
             )
+            # Of the arrays that training goes on with, not of what the manifest says.
+            canonical = setup.layout.canonical(position.state, setup.mesh)
             ledger.event(
                 "restore",
                 step=step,
                 batch=step + position.batches_ahead,
-                state=manifest.state_digest(saved),
+                state=manifest.tree_digest(canonical._asdict()),
             )
             return position
         reason = reason or f"another process cannot read checkpoint {step}"

@@ -1,0 +1,96 @@
+"""A job that runs once, to its end or to its time limit: nothing is restarted."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .group import Heir, Worker
+from .statuses import BAD_INPUT, DONE, Ending, cause
+
+# After one worker has failed the others get so long to end by themselves, so that the
+# one which knows the reason can say it.
+LEAVE_SECONDS = 15.0
+TAIL = 10_000  # bytes of a log in which its last lines are looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the job ended; `reason` is empty where all is well."""
+
+    seconds: float
+    reason: str = ""
+    is_bad_input: bool = False
+
+
+def run(
+    command: Sequence[str],
+    envs: Sequence[Mapping[str, str]],
+    logs: Path,
+    *,
+    seconds: float,
+) -> Outcome:
+    """Runs `command` with each of `envs` at the same time; no process is left.
+
+    Args:
+      logs: a folder; `worker-N.log` in it gets all that worker N prints.
+      seconds: after which workers that still run are killed.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    workers: list[Worker] = []
+    with Heir() as heir:
+        try:
+            for number, env in enumerate(envs):
+                log = _log(logs, number)
+                workers.append(Worker(number, command, env, log, heir))
+            in_time = _wait(workers, begin + seconds)
+        finally:
+            for worker in workers:
+                worker.kill()
+            while any(worker.poll() is None for worker in workers):
+                time.sleep(0.01)
+    took = time.monotonic() - begin
+    endings = [Ending(w.number, w.status) for w in workers if w.status is not None]
+    # Those that we have killed are no cause.
+    own = [e for e, w in zip(endings, workers, strict=True) if not w.was_told]
+    if (first := cause(own)) is not None:
+        line = last_line(_log(logs, first.worker))
+        words = line.removeprefix("meshloom: ")
+        return Outcome(took, f"{first}: {words}", first.status == BAD_INPUT)
+    if not in_time:
+        line = last_line(_log(logs, 0))
+        return Outcome(took, f"killed after {seconds:g} s; its last line: {line}")
+    return Outcome(took)
+
+
+def _log(logs: Path, number: int) -> Path:
+    return logs / f"worker-{number}.log"
+
+
+def _wait(workers: Sequence[Worker], deadline: float) -> bool:
+    """Whether all have ended; returns early where the rest waits for one that failed.
+
+    jax's processes may wait minutes for one that is gone.
+    """
+    failed_at = None
+    while (now := time.monotonic()) < deadline:
+        statuses = [worker.poll() for worker in workers]
+        if None not in statuses:
+            return True
+        if failed_at is None and any(s not in (None, DONE) for s in statuses):
+            failed_at = now
+        if failed_at is not None and now > failed_at + LEAVE_SECONDS:
+            return False
+        time.sleep(0.05)
+    return False
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something; the user's error line if any."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        lines = file.read().decode(errors="replace").splitlines()
+    said = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in said if line.startswith("meshloom: ")]
+    return (errors or said or [""])[-1]
