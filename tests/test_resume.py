@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import main, sets_of, train
 
-from meshloom.trainer import checkpoint, faults, manifest, metrics
+from meshloom.trainer import checkpoint, faults, manifest, metrics, state
 
 
 @pytest.fixture
@@ -71,3 +71,19 @@ def test_the_state_of_another_model_is_refused_leaf_by_leaf(folder, capfd):
         in error
     )
     assert checkpoint.committed_steps(folder / "checkpoints") == [4, 8]
+
+
+def test_a_restore_notes_the_state_that_training_goes_on_with(folder, monkeypatch):
+    """Not what the manifest says: a state that was changed on the way shows."""
+    saved = manifest.state_digest(manifest.read(folder / "checkpoints", 8))
+    assert main([*train(folder), "--steps", "8"]) == 0
+
+    def changed(layout, restored, mesh):
+        params = dict(restored.params, embedding=-restored.params["embedding"])
+        return restored._replace(params=params)
+
+    monkeypatch.setattr(state.Layout, "arranged", changed)
+    assert main([*train(folder), "--steps", "8"]) == 0
+    rows = metrics.read(folder / "ledger.jsonl")
+    honest, other = (row["state"] for row in rows if row["event"] == "restore")
+    assert honest == saved != other
