@@ -77,8 +77,10 @@ def test_a_copy_holds_nothing_later(runs, tmp_path):
     copy = tmp_path / "copy"
     assert [path.name for path in (copy / "checkpoints").iterdir()] == [str(SAVE_AT)]
     assert [row["step"] for row in metrics.read(copy / "metrics.jsonl")] == [1, 2, 3]
-    events = [row["event"] for row in metrics.read(copy / "ledger.jsonl")]
-    assert events == ["start", "step", "step", "step"]
+    rows = metrics.read(copy / "ledger.jsonl")
+    assert [row["step"] for row in rows if row["event"] == "step"] == [1, 2, 3]
+    assert max(row.get("step", 0) for row in rows) == SAVE_AT
+    assert rows[0]["event"] == "start" and "done" not in {r["event"] for r in rows}
 
 
 # Each level is seen to fail.
@@ -232,6 +234,19 @@ def test_a_failure_is_status_1(runs, tmp_path, monkeypatch, capfd):
     assert output.endswith("certify: FAILED on fsdp=8, pipe=2\n")
     document = json.loads((tmp_path / certify.FILE).read_text())
     assert [row["passed"] for row in document["meshes"]] == [True, False, False]
+
+
+@pytest.mark.processes
+def test_a_reference_that_went_back_is_none(runs, tmp_path, monkeypatch, capfd):
+    def train(job, target, folder):
+        shutil.copytree(runs[0] / "reference", folder)
+        with open(folder / "ledger.jsonl", "a") as file:
+            file.write('{"event": "rewind", "step": 3, "skipped_batches": [3, 5]}\n')
+        return once.Outcome(1.0)
+
+    monkeypatch.setattr(certify.Certify, "_train", train)
+    assert main([*flags("tensor=2", "fsdp=8"), "--workdir", str(tmp_path)]) == 1
+    assert "the reference went back to step 3 (rewind)" in capfd.readouterr().err
 
 
 def test_a_reference_that_dies_is_status_1(tmp_path, monkeypatch, capfd):

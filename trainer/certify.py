@@ -24,6 +24,7 @@ from . import certificate, config_files, config_tree, metrics
 from .certify_meshes import Machine, Target, find_machine
 from .checkpoint import committed_steps
 from .ledger import FILE as LEDGER
+from .ledger import Ledger
 from .run_folder import CONFIG_GIN, CONFIG_JSON, PACKAGES, RunFolder
 from .setup import prepare
 from .train import Config
@@ -35,6 +36,8 @@ SETTINGS = (
     "sample_prompt=None",
     "writers=()",
     "keep_checkpoints=None",
+    "keep_every=0",
+    "keep_best=0",
 )
 
 
@@ -134,6 +137,13 @@ class Certify:
                 f"the reference saved nothing at step {self.save_at}; its log is in "
                 f"{self.reference / 'logs'}"
             )
+        for row in Ledger(self.reference, is_writer=False).read():
+            if row["event"] in ("restore", "rewind"):
+                raise RunFailed(
+                    f"the reference went back to step {row['step']} ({row['event']}), "
+                    "so it is not one without interruption. Choose --steps or a "
+                    "config with which no step fails."
+                )
         rows = []
         for number, target in enumerate(self.targets, start=1):
             where = f"mesh {number} of {len(self.targets)}: {target.text}"
@@ -215,16 +225,20 @@ class Certify:
 
 
 def copy_at(reference: Path, folder: Path, step: int) -> None:
-    """A copy of a run folder as it stood when `step` was saved: nothing later."""
+    """A copy of a run folder as it stood when `step` was saved: nothing later.
+
+    The run must have gone through without going back.
+    """
     (folder / "checkpoints").mkdir(parents=True)
     for name in (CONFIG_JSON, CONFIG_GIN, "metrics.jsonl"):
         shutil.copy(reference / name, folder)
     metrics.FileWriter(folder).truncate_after(step)
     number = str(step)
     shutil.copytree(reference / "checkpoints" / number, folder / "checkpoints" / number)
-    kept = []
-    for row in metrics.read(reference / LEDGER):
-        if row.get("step", 0) > step:
-            break
-        kept.append(json.dumps(row) + "\n")
+    kept = [
+        json.dumps(row) + "\n"
+        for row in metrics.read(reference / LEDGER)
+        # Rows of steps come later than events of the same steps, so order is no guide.
+        if row.get("step", 0) <= step and row["event"] != "done"
+    ]
     (folder / LEDGER).write_text("".join(kept))
