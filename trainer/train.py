@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
-from . import config_tree, distributed, loop, metrics, sampling
+from . import config_tree, distributed, loop, metrics, sampling, weights
 from .checkpoint import Checkpoints
 from .data import Source
 from .ledger import Ledger
