@@ -1,6 +1,9 @@
 """Joining a job: all of its description, or none."""
 
+import sys
+
 import jax
+import jobs
 import pytest
 
 from meshloom.trainer import distributed
@@ -62,3 +65,32 @@ def test_another_number_of_processes_than_promised(joined, monkeypatch):
     describe(monkeypatch, JOB | {"MESHLOOM_NUM_PROCESSES": "2"})
     with pytest.raises(ValueError, match="expected 2 processes, got 1"):
         distributed.initialize()
+
+
+MEETING = """
+import os, time
+from meshloom.trainer import distributed
+
+distributed.initialize()
+if os.environ["MESHLOOM_PROCESS_ID"] == "1":
+    time.sleep(6)
+    os._exit(0)
+try:
+    distributed.wait_for_all("the bridge", seconds=1)
+except ValueError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.processes
+def test_a_meeting_names_who_did_not_come():
+    argv = [sys.executable, "-c", MEETING]
+    env = {"JAX_PLATFORMS": "cpu"}
+    first, second, third = jobs.run_job(3, 1, argv, timeout=120, env=env)
+    for process in (first, third):
+        assert (
+            "waited 1 s for all processes of this job at 'the bridge', but process 1 "
+            "did not come."
+        ) in process.stdout, process
+    assert "waited" not in second.stdout

@@ -128,8 +128,7 @@ def wait_for_all(where: str, seconds: float = WAIT_SECONDS) -> None:
         missing = re.findall(r"^(\d+)$", str(error), re.MULTILINE)
         raise ValueError(
             f"waited {seconds:g} s for all processes of this job at {where!r}, but "
-            f"process {', '.join(missing) or '?'} did not come. Look into its log; the "
-            "others are fine."
+            f"process {', '.join(missing) or '?'} did not come. Look into its log."
         ) from error
 
 

@@ -1,0 +1,127 @@
+"""Fault drills: a short form on real processes, and what counts as recovered."""
+
+import json
+import shutil
+
+import pytest
+from tiny_runs import command, main, refused, sets_of, train
+
+from meshloom.trainer import drill, drill_faults, ledger, soak
+
+SHORT = ["--steps", "60", "--save-every", "10"]
+
+
+@pytest.mark.processes
+def test_a_short_drill(tmp_path):
+    """Process 0 killed between save and commit; a stopped worker; a flipped bit."""
+    names = ["kill-first-before-commit", "sigstop", "flipped-bit"]
+    argv = ["drill", *SHORT, "--workdir", str(tmp_path / "drill"), "--faults", *names]
+    found = command(*argv, timeout=280)
+    assert found.returncode == 0, found.stdout + found.stderr
+    rows = [line.split() for line in found.stdout.splitlines()[-3:]]
+    for name, row in zip(names, rows, strict=True):
+        assert row[:2] == [name, "yes"] and float(row[2]) > 0 and int(row[3]) > 0
+        assert row[4:] == ["bit-equal", "identical", "bit-equal"]
+    written = json.loads((tmp_path / "drill" / "drill.json").read_text())
+    assert [row["fault"] for row in written] == names
+    assert all(row["recovered"] for row in written)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_whole_drill(tmp_path):
+    argv = ["drill", "--workdir", str(tmp_path / "drill")]
+    found = command(*argv, timeout=1700)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count(" yes ") == len(drill_faults.FAULTS)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_short_soak(tmp_path):
+    argv = ["drill", "--workdir", str(tmp_path / "soak"), "--soak", "5"]
+    found = command(*argv, "--steps", "2000", timeout=800)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "kills recovered from       5 of 5\n" in found.stdout
+    assert "soak: as without kills" in found.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drill") / "whole"
+    assert main([*train(folder), *sets_of("log_every=1")]) == 0
+    return folder
+
+
+@pytest.fixture
+def struck(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_the_same_run_is_the_same(whole, struck):
+    found = drill.compare(struck, whole, same_mesh=True)
+    assert found.recovered and found.recomputed == 0
+    assert (found.state, found.data, found.losses) == (
+        "bit-equal",
+        "identical",
+        "bit-equal",
+    )
+
+
+def edit(path, change) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    change(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_another_loss_is_found(whole, struck):
+    edit(struck / "metrics.jsonl", lambda rows: rows[1].update(loss=1.0))
+    found = drill.compare(struck, whole, same_mesh=True)
+    assert "losses differ by" in found.problem
+    assert "losses differ by" in drill.compare(struck, whole, same_mesh=False).problem
+
+
+def test_a_little_drift_is_allowed_on_another_mesh_only(whole, struck):
+    edit(
+        struck / "metrics.jsonl",
+        lambda rows: rows[1].update(loss=rows[1]["loss"] * (1 + 1e-6)),
+    )
+    assert drill.compare(struck, whole, same_mesh=False).problem == ""
+    assert "losses differ" in drill.compare(struck, whole, same_mesh=True).problem
+
+
+def test_a_lost_step_is_found(whole, struck):
+    def drop(rows):
+        del rows[[r["event"] for r in rows].index("step")]
+
+    edit(struck / ledger.FILE, drop)
+    found = drill.compare(struck, whole, same_mesh=True)
+    assert "misses one before" in found.problem and "data differs" in found.problem
+
+
+def test_another_state_is_found(whole, struck):
+    file = struck / "checkpoints" / "4" / "manifest" / "metadata"
+    saved = json.loads(file.read_text())
+    saved["arrays"]["params/embedding"]["digest"] = "0" * 16
+    file.write_text(json.dumps(saved))
+    assert "state differs" in drill.compare(struck, whole, same_mesh=True).problem
+
+
+def test_a_soak_in_words():
+    found = soak.Soak(4, [2.0, 4.0, 9.0], rate=5.0, full_rate=10.0)
+    assert "kills recovered from       3 of 4\n" in str(found)
+    assert "recovery, median           4.0 s\n" in str(found)
+    assert "goodput                    50 %\n" in str(found)
+
+
+def test_wrong_input(tmp_path, capfd):
+    assert "fault 'flood' is unknown" in refused(capfd, ["drill", "--faults", "flood"])
+    assert "at least 2 processes" in refused(capfd, ["drill", "--processes", "1"])
+    (tmp_path / "mine").touch()
+    line = refused(capfd, ["drill", "--workdir", str(tmp_path)])
+    assert line.endswith("is not empty. Remove it, or choose another --workdir.")
+    assert main(["drill", "--list"]) == 0
+    assert capfd.readouterr().out.splitlines() == list(drill_faults.FAULTS)
