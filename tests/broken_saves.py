@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from meshloom.trainer import checkpoint, hooks
@@ -19,7 +20,9 @@ STEP = 8
 def strike(fault: str, folder: Path) -> None:
     if fault == "read-only":
         # A mount of its own, see test_broken_saves.
-        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        command = ["mount", "-o", "remount,ro", str(folder)]
+        while subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+            time.sleep(0.05)  # busy: a file is still open for writing
     elif fault == "removed":
         shutil.rmtree(folder)
     elif fault == "moved":
@@ -45,8 +48,10 @@ def run(fault: str, when: str, argv: list[str]) -> int:
             waits = True
             save(self, step, state)
             written.wait()
-            strike(fault, self.checkpoints.folder)
-            broken.set()
+            try:
+                strike(fault, self.checkpoints.folder)
+            finally:
+                broken.set()
 
     waits = False
 

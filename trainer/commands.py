@@ -167,14 +167,15 @@ def _plan(config, mesh):
 
 
 def _dry_run(config, workdir: Path, insist: bool) -> None:
+    from . import weights
     from .run_folder import RunFolder
     from .setup import prepare
     from .train import FREE_FIELDS
 
     setup = prepare(config)
-    RunFolder(workdir).check(
-        config_tree.flatten(config), free=FREE_FIELDS, insist=insist
-    )
+    folder = RunFolder(workdir)
+    folder.check(config_tree.flatten(config), free=FREE_FIELDS, insist=insist)
+    weights.check(setup, folder)
     for line in setup.describe():
         print(line)
     print("Dry run: everything checked, nothing written or trained.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 from rich.console import Console
 
-from . import config_tree, distributed, loop, metrics
+from . import config_tree, distributed, loop, metrics, weights
 from .bad_steps import BadSteps, Rewind, give_up
 from .checkpoint import Checkpoints, committed_steps
 from .data import Order, device_batches
@@ -41,15 +41,25 @@ class Session:
 
     def begin(self) -> Position:
         """From the newest checkpoint, or from nothing."""
-        config = self.setup.config
         self._note_start()
         self.pulse.beat(allow=ALLOW_SECONDS)
         found = restore_newest(self.checkpoints, self.setup, self.ledger, self.console)
         if found is None:
-            key = jax.random.key(config.seed)
-            found = Position(0, self.setup.layout.create(key, self.setup.mesh))
+            found = Position(0, self._new_state())
         self.pulse.beat()
         return found
+
+    def _new_state(self) -> State:
+        """The state of step 0: new, or with the weights of another run."""
+        config = self.setup.config
+        if config.init_from is None:
+            key = jax.random.key(config.seed)
+            return self.setup.layout.create(key, self.setup.mesh)
+        source = weights.find(config.init_from, self.setup)
+        state, taken = weights.begin(source, self.setup)
+        self.console.print(taken, markup=False)
+        self.ledger.event("init", source=config.init_from)
+        return state
 
     def train(self, position: Position) -> State:
         """The steps from a position on; rewinds where too many in a row fail."""

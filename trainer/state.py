@@ -64,6 +64,7 @@ class Layout:
 
     Attributes:
       axes: logical names of each array of the state.
+      begin: the state of step 0 with these parameters, layers in their own order.
       order: the layer that stands at each place of the stack, where an interleaved
         pipeline wants them in another order than their own; None otherwise.
     """
@@ -73,6 +74,7 @@ class Layout:
     abstract: State
     axes: State
     init: Callable[[jax.Array], State]
+    begin: Callable[[Any], State]
     order: np.ndarray | None = None
 
     def shardings(self, mesh: Mesh) -> State:
@@ -91,6 +93,10 @@ class Layout:
         return jax.jit(
             self.init, out_shardings=self.shardings(mesh), compiler_options=options
         )(key)
+
+    def create_from(self, params: Any, mesh: Mesh) -> State:
+        """A new state with parameters that are there, layers in their own order."""
+        return jax.jit(self.begin, out_shardings=self.shardings(mesh))(params)
 
     def canonical(self, state: State, mesh: Mesh) -> State:
         """The state with layers in their own order, as it is on disk."""
@@ -141,11 +147,13 @@ def plan_layout(
     if order is not None and np.array_equal(order, np.arange(len(order))):
         order = None
 
-    def init(key):
-        params = model.init(key)
+    def begin(params):
         if order is not None:
             params = reorder(params, axes, order)
         return State(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    def init(key):
+        return begin(model.init(key))
 
     abstract = jax.eval_shape(init, jax.random.key(0))
     params = resolve(abstract.params, rules, mesh, axes=axes)
@@ -154,4 +162,4 @@ def plan_layout(
         abstract.opt_state, rules, mesh, axes=opt_axes, role="optimizer"
     )
     state_axes = State((), axes, opt_axes)
-    return Layout(params, opt_state, abstract, state_axes, init, order)
+    return Layout(params, opt_state, abstract, state_axes, init, begin, order)

@@ -76,6 +76,8 @@ class Config:
       eval_every: steps between evaluations, one more at the end; 0 only there.
       eval_batches: batches of the held-out split in each evaluation; 0 for none.
       save_every: steps between checkpoints, one more at the end; 0 only there.
+      init_from: a run folder, or the folder of one step of it, whose parameters the run
+        begins with; used only where it has no checkpoint of its own.
       keep_checkpoints: how many of the newest are kept; None keeps all.
       keep_every: steps that are multiples of it are kept too; 0 for none.
       keep_best: how many with the lowest held-out loss are kept too, of those saved at
@@ -100,6 +102,7 @@ class Config:
     max_rewinds: int = 2
     stall_seconds: float | None = None
     seed: int = 0
+    init_from: str | None = None
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 16
@@ -185,6 +188,7 @@ def train(
             folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
             values = config_tree.flatten(config)
             changes = folder.check(values, free=FREE_FIELDS, insist=insist)
+            weights.check(setup, folder)
             held.enter_context(folder.claim())
         folder.write_config(config_tree.to_json(config, origins or {}), config_text)
         folder.write_json("environment.json", environment(setup.layout.params.mesh))
