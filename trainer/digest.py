@@ -30,13 +30,13 @@ def tree_digests(tree: Any) -> dict[str, str]:
     arrays = [leaf for _, leaf in leaves]
     sums = jax.device_get(_everywhere(_mesh_of(arrays))(arrays))
     return {
-        path_name(path): text(lanes)
+        path_name(path): hexadecimal(lanes)
         for (path, _), lanes in zip(leaves, sums, strict=True)
     }
 
 
-def text(lanes: Iterable[Any]) -> str:
-    """A digest as 16 hexadecimal digits."""
+def hexadecimal(lanes: Iterable[Any]) -> str:
+    """A digest as 16 digits."""
     return "".join(f"{int(lane):08x}" for lane in lanes)
 
 
@@ -58,8 +58,9 @@ def _everywhere(mesh: Mesh | None) -> Callable:
     return jax.jit(digests, out_shardings=NamedSharding(mesh, P()))
 
 
+@jax.jit  # arrays of one shape then share what is traced
 def array_digest(x: jax.Array) -> jax.Array:
-    """Two words of 32 bits; goes under jit."""
+    """The two lanes of an array's digest, of 32 bits each."""
     # Shape and type count too: of zeros, only they differ.
     about = zlib.crc32(f"{x.dtype.name}{x.shape}".encode())
     words = _words(x)

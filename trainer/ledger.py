@@ -57,7 +57,7 @@ class Ledger:
             step = int(row["step"])
             lanes = [row.pop(name) for name in SAMPLE_DIGEST]
             line = {"event": "step", "step": step, "batch": step - 1 + batches_ahead}
-            line["samples"] = digest.text(lanes)
+            line["samples"] = digest.hexadecimal(lanes)
             found.append(line | ({"skipped": True} if row["skipped"] else {}))
         self._append(found)
 

@@ -169,7 +169,9 @@ def _strangers(history: Sequence[Applied]) -> list[str]:
             same = [step for step in part if step.batch_size == size]
             ids = [s.order.index(np.arange(*s.examples))[1] for s in same]
             lanes = jax.device_get(_digests(np.array(ids, np.uint32)))
-            for step, expected in zip(same, map(digest.text, lanes), strict=True):
+            for step, expected in zip(
+                same, map(digest.hexadecimal, lanes), strict=True
+            ):
                 if step.samples != expected:
                     faults.append(
                         f"step {step.step}: its samples have digest {step.samples}, "

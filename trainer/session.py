@@ -17,6 +17,7 @@ from .peaks import total_peak
 from .preemption import Preempted
 from .progress import Progress
 from .pulse import ALLOW_SECONDS, Pulse
+from .replicas import CheckReplicas
 from .resume import Position, restore_newest
 from .run_folder import RunFolder
 from .setup import Setup
@@ -145,6 +146,9 @@ class Session:
             bubble,
         )
         built_in: list[loop.Hook] = []
+        if config.check_replicas_every:  # first: what it refuses must not be saved
+            every = config.check_replicas_every
+            built_in.append(CheckReplicas(every, self.folder.path, start))
         evaluate = None
         if setup.eval_data is not None:
             evaluate = Evaluate(

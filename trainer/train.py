@@ -40,6 +40,7 @@ FREE_FIELDS = (
     "stall_seconds",
     "keep_every",
     "keep_best",
+    "check_replicas_every",
     "writers",
     "sample_prompt",
     "sample_tokens",
@@ -50,7 +51,7 @@ LEAST = (
     (("batch_size", "num_steps", "log_every", "sample_tokens"), 1),
     (("num_microbatches", "keep_checkpoints", "rewind_after"), 1),
     (("eval_every", "eval_batches", "save_every", "seed", "max_rewinds"), 0),
-    (("keep_every", "keep_best"), 0),
+    (("keep_every", "keep_best", "check_replicas_every"), 0),
 )
 
 
@@ -82,6 +83,8 @@ class Config:
       keep_every: steps that are multiples of it are kept too; 0 for none.
       keep_best: how many with the lowest held-out loss are kept too, of those saved at
         a step with an evaluation.
+      check_replicas_every: steps between checks that copies of arrays on several
+        devices are equal, one more at the end; 0 for none.
       writers: any of "tensorboard", "wandb", beside metrics.jsonl.
       sample_prompt: text to continue after training, where the model can generate.
     """
@@ -110,6 +113,7 @@ class Config:
     keep_checkpoints: int | None = 3
     keep_every: int = 0
     keep_best: int = 0
+    check_replicas_every: int = 100
     writers: tuple[str, ...] = ()
     sample_prompt: str | None = None
     sample_tokens: int = 256
