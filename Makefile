@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?=
 ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 # setuptools warns of every editable install; errors still show.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
@@ -50,7 +51,8 @@ ifeq ($(CHROMIUM),)
 	apt-get update -qq
 	apt-get install -y -qq --no-install-recommends chromium
 endif
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow and not processes' $(ARGS)
+	$(BIN)/python -m pytest -q -m 'processes and not slow' $(ARGS)
 
 # Longer forms of tests that always run.
 slow: $(DEV)

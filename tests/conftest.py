@@ -13,8 +13,10 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-# Compiled programs are kept between runs, also for the processes that tests start.
-CACHE = pathlib.Path(__file__).parents[1] / "build" / "test-cache"
+# Compiled programs are kept between runs, also for the processes that tests start. Each
+# pytest worker has a folder: jax writes a file in place, and another could read half.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+CACHE = pathlib.Path(__file__).parents[1] / "build" / "test-cache" / WORKER
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -36,7 +36,8 @@ def checkout(tmp_path_factory) -> pathlib.Path:
 
 def run(script: str, folder: pathlib.Path) -> str:
     # Without what make tells the makes below it, where make runs these tests.
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    told = ("MAKE", "ARGS", "WORKERS")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(told)}
     env["PATH"] = f"{pathlib.Path(sys.executable).parent}:{env['PATH']}"
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script],

@@ -151,7 +151,7 @@ def test_bad_input_is_one_line(capfd, flags, message):
 
 
 def test_stages_must_be_given():
-    result = command("plan", "schedule", "--microbatches", "4", timeout=20)
+    result = command("plan", "schedule", "--microbatches", "4")
     assert result.returncode == 2
     assert "the following arguments are required: --stages" in result.stderr
 

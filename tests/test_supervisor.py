@@ -15,6 +15,9 @@ from meshloom.launch.settings import Settings
 from meshloom.launch.statuses import Ending
 from meshloom.launch.supervisor import Supervisor
 
+# They watch how much time passes.
+pytestmark = pytest.mark.processes
+
 LOG_NOTE = r"== \d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*) =="
 
 

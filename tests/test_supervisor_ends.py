@@ -10,6 +10,9 @@ from test_jobs import ends
 
 from meshloom.launch import statuses
 
+# They watch how much time passes.
+pytestmark = pytest.mark.processes
+
 WAITING = {"steps": 2, "faults": {"*": {0: ["hang", 2]}}, "child": True}
 
 
