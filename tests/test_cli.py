@@ -33,6 +33,9 @@ FLAGS = {
     "ckpt diff": {"RUN", "OTHER", "--step", "--other-step"},
     "ckpt export": {"RUN", "--step", "--output", "--all"},
     "ledger audit": {"RUN"},
+    "drill": {"--config", "--set", "--mesh", "--faults", "--list", "--processes"}
+    | {"--cpu-devices", "--steps", "--save-every", "--soak", "--seed", "--every"}
+    | {"--workdir"},
     "certify": {"--config", "--set", "--meshes", "--steps", "--save-at", "--drift"}
     | {"--run-seconds", "--workdir", "--json"},
     "launch local": {"--processes", "--min-processes", "--cpu-devices", "--logs"}

@@ -17,6 +17,7 @@ PUBLISHED = {
     "llama3_70b": 70_553_706_496,
 }
 MESHES = {
+    "drill": ["data=8", "fsdp=4,tensor=2"],
     "default": ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"],
     "gpt2_124m": ["fsdp=8", "data=4,fsdp=4", "data=2,fsdp=2,tensor=4"],
     "llama2_7b": ["fsdp=64", "fsdp=16,tensor=4", "data=2,fsdp=16,tensor=2"],
@@ -43,7 +44,7 @@ def layout(config, mesh: str, plan: str):
 
 
 def test_each_shipped_config_is_tested_here(configs):
-    assert set(configs) == set(MESHES) == {"default", *PUBLISHED}
+    assert set(configs) == set(MESHES) == {"default", "drill", *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

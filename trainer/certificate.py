@@ -74,7 +74,7 @@ def judge(
     """
     return {
         "state": _state(reference, resumed, save_at),
-        "data": _data(reference, resumed, steps),
+        "data": data_level(reference, resumed, steps),
         "trajectory": _trajectory(reference, resumed, save_at, steps, drift),
     }
 
@@ -126,7 +126,8 @@ def _state(reference: Path, resumed: Path, save_at: int) -> Level:
     return Level(True, "exact", facts)
 
 
-def _data(reference: Path, resumed: Path, steps: int) -> Level:
+def data_level(reference: Path, resumed: Path, steps: int) -> Level:
+    """Whether steps 1 to `steps` had the same samples, and each sample one step."""
     here, there = audit(resumed), audit(reference)
     for name, found in (("resumed", here), ("reference", there)):
         if found.faults:
@@ -153,13 +154,9 @@ def _batch(found: tuple[int, str, bool] | None) -> str:
 def _trajectory(
     reference: Path, resumed: Path, save_at: int, steps: int, drift: float | None
 ) -> Level:
-    ours, theirs = _losses(resumed), _losses(reference)
-    apart = []
-    for step in range(save_at + 1, steps + 1):
-        if step not in ours or step not in theirs:
-            return Level(False, f"metrics.jsonl has no loss of step {step}")
-        apart.append((_relative(theirs[step], ours[step]), step))
-    largest, at = max(apart, key=lambda pair: (pair[0], -pair[1]))
+    largest, at = largest_drift(reference, resumed, range(save_at + 1, steps + 1))
+    if at is None:
+        return Level(False, "metrics.jsonl does not have the losses of all steps")
     facts = {
         "largest_drift": largest if math.isfinite(largest) else None,
         "at_step": at if largest else None,
@@ -180,6 +177,18 @@ def _trajectory(
         )
         return Level(False, words, facts)
     return Level(True, "bit-equal", facts)
+
+
+def largest_drift(
+    reference: Path, resumed: Path, steps: range
+) -> tuple[float, int | None]:
+    """Of the losses, relative, and at which step; (inf, None) where one is missing."""
+    ours, theirs = _losses(resumed), _losses(reference)
+    if not all(step in ours and step in theirs for step in steps):
+        return math.inf, None
+    apart = [(_relative(theirs[step], ours[step]), -step) for step in steps]
+    largest, at = max(apart)
+    return largest, -at
 
 
 def _losses(folder: Path) -> dict[int, float]:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ..sharding.text import align
-from . import ledger_audit, manifest, metrics
+from . import certificate, ledger_audit
 from .drill_faults import FAULTS, ON_ANOTHER_MESH, can_mount
 from .drill_job import Failed, Plan, running
+from .ledger import Ledger
 
 # Of losses on another mesh, over the first steps there, in float32.
 DRIFT, DRIFT_STEPS = 1e-5, 20
@@ -89,42 +90,38 @@ def _try(plan: Plan, name: str, folder: Path, whole: Path) -> Result:
 
 def compare(folder: Path, whole: Path, *, same_mesh: bool) -> Result:
     """What a run that was struck has computed, against one that was not."""
-    audit, other = (ledger_audit.audit(path) for path in (folder, whole))
-    problems = list(audit.faults)
-    fed = [[(s.step, s.batch, s.samples) for s in a.history] for a in (audit, other)]
-    data = "identical" if fed[0] == fed[1] else "DIFFERS"
-    states = {
-        manifest.state_digest(manifest.read(path / "checkpoints", fed[1][-1][0]))
-        for path in (folder, whole)
-    }
-    state = "bit-equal" if len(states) == 1 else "DIFFERS"
-    losses, worst = _losses(folder, whole)
-    if not same_mesh:
+    found = ledger_audit.audit(folder)
+    steps = len(ledger_audit.audit(whole).history)
+    data = certificate.data_level(whole, folder, steps)
+    problems = [] if data.passed else [f"data: {data.words}"]
+    if same_mesh:
+        states = {certificate.state_at(path, steps) for path in (folder, whole)}
+        state = "bit-equal" if len(states) == 1 else "DIFFERS"
+        compared, allowed = range(1, steps + 1), 0.0
+    else:
         state = "other mesh"
-        if worst > DRIFT:
-            problems.append(f"losses differ by {worst:.1e}, more than {DRIFT:g}")
-    elif losses != "bit-equal":
-        problems.append(f"losses differ by {worst:.1e}")
-    problems += [
-        f"{n} differs" for n, x in (("state", state), ("data", data)) if x == "DIFFERS"
-    ]
-    return Result("", None, audit.repeated, state, data, losses, "; ".join(problems))
-
-
-def _losses(folder: Path, whole: Path) -> tuple[str, float]:
-    """In words, and the largest relative difference where it is looked at."""
-    a, b = (
-        [row["loss"] for row in metrics.read(path / "metrics.jsonl")]
-        for path in (folder, whole)
+        compared, allowed = _first_steps_elsewhere(folder, steps), DRIFT
+    if state == "DIFFERS":
+        problems.append("the last state is another one")
+    drift, at = certificate.largest_drift(whole, folder, compared)
+    losses = f"{drift:.1e} at step {at}" if drift else "bit-equal"
+    if drift > allowed:
+        problems.append(f"losses differ by {losses}")
+    return Result(
+        "",
+        recomputed=found.repeated,
+        state=state,
+        data=data.words if data.passed else "DIFFERS",
+        losses=losses,
+        problem="; ".join(problems),
     )
-    if a == b:
-        return "bit-equal", 0.0
-    if len(a) != len(b):
-        return f"{len(a)} of {len(b)} steps", float("inf")
-    gaps = [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
-    first = next(i for i, gap in enumerate(gaps) if gap)
-    worst = max(gaps[first : first + DRIFT_STEPS])
-    return f"{worst:.1e} over {DRIFT_STEPS} steps", worst
+
+
+def _first_steps_elsewhere(folder: Path, steps: int) -> range:
+    """Steps after the last restore, as many as the drift is promised for."""
+    rows = Ledger(folder, is_writer=False).read()
+    start = [row["step"] for row in rows if row["event"] == "restore"][-1]
+    return range(start + 1, min(start + DRIFT_STEPS, steps) + 1)
 
 
 def _verdict(result: Result) -> str:
