@@ -182,7 +182,7 @@ def test_config_show_gives_every_origin(capsys, tmp_path):
         )
     )
     assert found["model"] == ("transformer.Config", f"{TINY}:11")
-    assert found["model.num_heads"] == ("4", f"{TINY}:28")
+    assert found["model.num_heads"] == ("4", f"{TINY}:29")
     assert found["model.num_layers"] == ("3", f"{second}:2")
     assert found["model.d_ff"] == ("128", f"--set {sets[0]}")
     assert found["model.max_length"] == ("64", f"--set {sets[1]}")
