@@ -71,6 +71,7 @@ benchmarks: $(DEV)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/saving.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

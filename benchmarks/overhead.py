@@ -19,7 +19,9 @@ import jax
 from rich.console import Console
 
 from meshloom.trainer import config_files, data, loop, metrics, setup, train
+from meshloom.trainer.bad_steps import BadSteps
 from meshloom.trainer.hooks import Recorder
+from meshloom.trainer.ledger import Ledger
 from meshloom.trainer.progress import Progress
 
 
@@ -29,13 +31,24 @@ def bare(step_fn, state, batch, num_steps: int):
     return jax.block_until_ready(state)
 
 
-def ours(prepared: setup.Setup, step_fn, state, start: int, num_steps: int, out: Path):
+def ours(
+    prepared: setup.Setup,
+    step_fn,
+    state,
+    start: int,
+    num_steps: int,
+    out: Path,
+    make_hooks=lambda progress, bad: [],
+):
+    """Trains as a run does; hooks are made with its progress and failed steps."""
     config = prepared.config
     tokens = prepared.train_data.tokens_per_example * config.batch_size
     # A terminal that goes nowhere, so that the live bar is drawn for real.
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     flops = config.model.model_flops(prepared.batch)
     progress = Progress(start + num_steps, start, tokens, flops, None, console)
+    bad = BadSteps(config.rewind_after, progress.message)
+    writers = [metrics.FileWriter(out)]
     batches = data.device_batches(
         prepared.train_data,
         data.Order(len(prepared.train_data), config.seed),
@@ -51,8 +64,9 @@ def ours(prepared: setup.Setup, step_fn, state, start: int, num_steps: int, out:
             batches,
             start=start,
             num_steps=start + num_steps,
-            record=Recorder(progress, [metrics.FileWriter(out)], tokens),
+            record=Recorder(progress, writers, tokens, bad, Ledger(out)),
             record_every=config.log_every,
+            hooks=make_hooks(progress, bad),
         )
     return jax.block_until_ready(state)
 

@@ -50,12 +50,15 @@ def ours(args):
     prepared = setup.prepare(config)
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
     step_fn = prepared.compile()
-    batch = data.Batches(
-        prepared.train_data, data.Order(len(prepared.train_data)), args.batch
-    )[0]
-    batch = {
-        k: jax.device_put(v, prepared.batch_shardings[k]) for k, v in batch.items()
-    }
+    with data.device_batches(
+        prepared.train_data,
+        data.Order(len(prepared.train_data)),
+        batch_size=args.batch,
+        shardings=prepared.batch_shardings,
+        start=0,
+        stop=1,
+    ) as batches:
+        batch = next(batches)
 
     def step() -> float:
         nonlocal state

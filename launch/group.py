@@ -150,16 +150,23 @@ def environment(
     port: int,
     attempt: int,
     cpu_devices: int | None,
-    reason: str,
+    full_size: int | None = None,
+    reason: str = "",
 ) -> list[dict[str, str]]:
-    """What each worker of a new attempt is told, beside our own environment."""
+    """What each worker of a new attempt is told, beside our own environment.
+
+    Args:
+      full_size: processes of the job when it is whole; None for as many as now.
+      reason: why the attempt before ended; "" for the first.
+    """
     job = {
         "PYTHONUNBUFFERED": "1",  # a killed worker's last words are in its log
         **os.environ,
         "MESHLOOM_COORDINATOR": f"127.0.0.1:{port}",
         "MESHLOOM_NUM_PROCESSES": str(num_processes),
         "MESHLOOM_ATTEMPT": str(attempt),
-        "MESHLOOM_RESTART_REASON": reason,  # "" the first time
+        "MESHLOOM_FULL_PROCESSES": str(full_size or num_processes),
+        "MESHLOOM_RESTART_REASON": reason,
     }
     if cpu_devices is not None:
         job["JAX_PLATFORMS"] = "cpu"

@@ -115,6 +115,7 @@ class Supervisor:
             port=port,
             attempt=self._attempt,
             cpu_devices=settings.cpu_devices,
+            full_size=settings.processes,
             reason=self._reason,
         )
         self._watch.begin()

@@ -6,7 +6,8 @@ import re
 import pytest
 from tiny_runs import TINY, command
 
-from meshloom.trainer import metrics
+from meshloom.trainer import commands, config_files, metrics
+from meshloom.trainer import train as train_lib
 from meshloom.trainer.cli import main
 
 
@@ -160,3 +161,28 @@ def test_config_diff(capsys, run):
     assert "did you mean 'default'?" in refused(
         capsys, "config", "diff", "default", "defalt"
     )
+
+
+@pytest.mark.parametrize(
+    ("full", "now", "given", "expected"),
+    [
+        (1, 1, None, None),
+        (2, 2, 4, 4),
+        (1, 2, None, None),  # it grew
+        (2, 1, None, 2),
+        (4, 3, None, 2),
+        (4, 3, 2, 4),  # 8/3, and the next that divides 16
+        (4, 1, 4, 16),
+        (8, 1, 16, 16),
+    ],
+)
+def test_fewer_processes_compute_more_parts(monkeypatch, full, now, given, expected):
+    monkeypatch.setenv("MESHLOOM_FULL_PROCESSES", str(full))
+    monkeypatch.setenv("MESHLOOM_NUM_PROCESSES", str(now))
+    sets = [f"num_microbatches={given}"]
+    loaded = config_files.load([TINY], sets, root=train_lib.Config)
+    found = commands._with_fewer_processes(loaded)
+    assert found.config.num_microbatches == expected
+    if expected != given:
+        origin = found.origins["num_microbatches"]
+        assert origin == f"{now} of {full} processes"

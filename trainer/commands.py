@@ -20,6 +20,7 @@ def train(args: Namespace) -> int | None:
     loaded = _load(args)
     if args.steps is not None:
         loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+    loaded = _with_fewer_processes(loaded)
     workdir = args.workdir or Path("runs") / Path(_names(args)[-1]).stem
     _use_compilation_cache()
     if args.dry_run:
@@ -42,6 +43,29 @@ def train(args: Namespace) -> int | None:
             print(f"meshloom: {error}. Run the same command again to continue.")
             return PREEMPTED
     return None
+
+
+def _with_fewer_processes(loaded: config_files.Loaded) -> config_files.Loaded:
+    """Of a job that goes on with fewer processes, each does more, in more parts.
+
+    The batch stays the same; so does the memory that a device needs for its part.
+    """
+    full, now = (
+        int(os.environ.get(f"MESHLOOM_{name}", 1))
+        for name in ("FULL_PROCESSES", "NUM_PROCESSES")
+    )
+    config = loaded.config
+    if full <= now or config.mesh.pipe != 1:  # a pipeline chooses its own parts
+        return loaded
+    least = -(-(config.num_microbatches or 1) * full // now)
+    parts = (
+        n for n in range(least, config.batch_size + 1) if not config.batch_size % n
+    )
+    origin = f"{now} of {full} processes"
+    number = next(parts, config.batch_size)
+    return config_files.override(
+        loaded, "num_microbatches", number, origin, over_flags=True
+    )
 
 
 def explain(args: Namespace) -> None:

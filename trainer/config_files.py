@@ -249,10 +249,17 @@ def _prove(text: str, config: Any) -> None:
         )
 
 
-def override(loaded: Loaded, path: str, value: Any, origin: str) -> Loaded:
-    """Returns `loaded` with another value at `path`, given by the flag `origin`."""
+def override(
+    loaded: Loaded, path: str, value: Any, origin: str, *, over_flags: bool = False
+) -> Loaded:
+    """Returns `loaded` with another value at `path`, given by the flag `origin`.
+
+    Args:
+      over_flags: whether it wins over --set, which is an error otherwise.
+    """
     for place, source in loaded.origins.items():
-        if f"{place}.".startswith(f"{path}.") and source.startswith("--set"):
+        is_here = f"{place}.".startswith(f"{path}.")
+        if is_here and source.startswith("--set") and not over_flags:
             raise ConfigError(
                 f"{origin} and {source} both give {path}; leave one of them out"
             )
