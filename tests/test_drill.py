@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
-from tiny_runs import command, main, refused, sets_of, train
+from tiny_runs import COMMAND, command, main, refused, sets_of, train
 
 from meshloom.trainer import drill, drill_faults, ledger, soak
 
@@ -46,6 +49,25 @@ def test_a_short_soak(tmp_path):
     assert found.returncode == 0, found.stdout + found.stderr
     assert "kills recovered from       5 of 5\n" in found.stdout
     assert "soak: as without kills" in found.stdout
+
+
+@pytest.mark.processes
+def test_a_drill_that_is_killed_leaves_nobody_behind(tmp_path):
+    argv = [COMMAND, "drill", *SHORT, "--workdir", str(tmp_path / "drill")]
+    process = subprocess.Popen(argv, start_new_session=True)
+    file = tmp_path / "drill" / "reference" / "logs" / "supervisor.jsonl"
+    deadline = time.monotonic() + 60
+    try:
+        while not (file.exists() and '"start"' in file.read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    pids = json.loads(file.read_text().splitlines()[0])["pids"]
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

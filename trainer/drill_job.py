@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..launch.group import GUARD
 from . import ledger, metrics
 from .holds import VARIABLE, Hold
 
@@ -35,7 +36,7 @@ class Plan:
     stall_seconds: float = 5.0
     limit_seconds: float = 300.0
 
-    def argv(self, folder: Path, *, processes: int | None = None) -> list[str]:
+    def argv(self, folder: Path) -> list[str]:
         settings = (
             f"save_every={self.save_every}",
             f"stall_seconds={self.stall_seconds}",
@@ -43,7 +44,7 @@ class Plan:
         )
         return [
             *(sys.executable, "-P", "-m", "meshloom.trainer.cli", "launch", "local"),
-            *("--processes", str(processes or self.processes)),
+            *("--processes", str(self.processes)),
             *("--cpu-devices", str(self.cpu_devices)),
             # The watchdogs come first, and need not be waited for long after.
             *("--stall-seconds", str(3 * self.stall_seconds)),
@@ -123,9 +124,7 @@ def running(
     folder: Path,
     *,
     hold: Hold | None = None,
-    processes: int | None = None,
     around: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
 ) -> Iterator[Job]:
     """A job that is started, and killed at the end if it still runs.
 
@@ -134,15 +133,14 @@ def running(
       around: a command that is given the job's command line to run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith("MESHLOOM_")
-    } | dict(env or {})
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MESHLOOM_")}
     if hold is not None:
         Path(hold.marker).unlink(missing_ok=True)
         environment[VARIABLE] = hold.to_json()
     with open(folder / "drill.log", "ab") as log:
         process = subprocess.Popen(
-            [*around, *plan.argv(folder, processes=processes)],
+            # The guard: the kernel ends the job if we are killed ourselves.
+            [*GUARD, "worker", str(os.getpid()), *around, *plan.argv(folder)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
