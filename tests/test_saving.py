@@ -9,7 +9,7 @@ from tiny_runs import main, sets_of, train
 from meshloom.trainer import hooks
 from meshloom.trainer.checkpoint import Checkpoints, committed_steps
 from meshloom.trainer.save_errors import SaveFailed
-from meshloom.trainer.stall import Stall
+from meshloom.trainer.save_stall import Stall
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from . import distributed, holds, manifest, retention
 from .save_errors import GONE, quiet_logs, save_failed
-from .stall import Stall
+from .save_stall import Stall
 from .state import Layout, State, placed
 
 STATE = "state"  # the folder of a step that holds the arrays
