@@ -112,8 +112,7 @@ def test_damaged_and_missing_weights_are_refused(other, tmp_path, capfd):
         "digests of 1 arrays differ, first params/embedding. Choose another."
     )
     assert digest(copy) == before
-    for file in (copy / "checkpoints" / "4" / "state").rglob("d/*"):
-        file.unlink()
+    (copy / "checkpoints" / "4" / "state" / "_METADATA").unlink()
     argv = [*argv, *sets_of(f'init_from="{copy}/checkpoints/4"'), "--insist"]
     line = refused(capfd, argv)
     assert line.startswith(f"init_from: checkpoint {copy}/checkpoints/4 cannot be read")

@@ -36,6 +36,7 @@ SETTINGS = (
     "sample_prompt=None",
     "writers=()",
     "keep_checkpoints=None",
+    "checkpoint_folder=None",
     "keep_every=0",
     "keep_best=0",
 )

@@ -9,19 +9,19 @@ import concurrent.futures
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from . import distributed, holds, manifest, retention
 from .save_errors import GONE, quiet_logs, save_failed
 from .save_stall import Stall
 from .state import Layout, State, placed
+from .storage import location
 
 STATE = "state"  # the folder of a step that holds the arrays
 
@@ -47,7 +47,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: epath.PathLike,
         *,
         keep: int | None = 3,
         keep_every: int = 0,
@@ -55,7 +55,7 @@ class Checkpoints:
         event: Callable[..., None] = no_event,
     ):
         quiet_logs()
-        self.folder = Path(folder).absolute()
+        self.folder = location(folder)
         self._event = event
         self._losses: dict[int, float | None] = {}
         self._manager = ocp.CheckpointManager(
@@ -203,7 +203,7 @@ class Checkpoints:
             )
         return State(**tree)
 
-    def set_aside(self, step: int, why: str = "corrupt") -> Path:
+    def set_aside(self, step: int, why: str = "corrupt") -> epath.Path:
         """Renames a committed step, so that it counts no longer; the new path.
 
         Of a job of several processes all must call it; the first renames.
@@ -211,7 +211,7 @@ class Checkpoints:
         path, aside = self.folder / str(step), self.folder / f"{why}-{step}"
         if jax.process_index() == 0:
             if aside.exists():
-                shutil.rmtree(aside)
+                aside.rmtree()
             path.rename(aside)
         distributed.wait_for_all(f"set aside {step}")
         self._manager.reload()
@@ -242,8 +242,11 @@ class Checkpoints:
                 self._manager.close()
 
 
-def _place(folder: Path) -> tuple[int, int] | None:
-    """What stays the same of a folder until it is moved, removed or made anew."""
+def _place(folder: epath.Path) -> tuple[int, int] | None:
+    """What stays the same of a folder until it is moved, removed or made anew.
+
+    None for what is not there, and in a bucket, which has no folders.
+    """
     try:
         found = os.stat(folder)
     except OSError:
@@ -251,15 +254,15 @@ def _place(folder: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def latest_step(folder: Path) -> int | None:
+def latest_step(folder: epath.PathLike) -> int | None:
     """The newest committed step on disk, or None."""
     steps = committed_steps(folder)
     return steps[-1] if steps else None
 
 
-def committed_steps(folder: Path) -> list[int]:
+def committed_steps(folder: epath.PathLike) -> list[int]:
     """Steps that orbax finished writing, judged by the files alone."""
-    folder = Path(folder)
+    folder = location(folder)
     if not folder.is_dir():
         return []
     return sorted(
@@ -269,7 +272,7 @@ def committed_steps(folder: Path) -> list[int]:
     )
 
 
-def _is_committed(path: Path) -> bool:
+def _is_committed(path: epath.Path) -> bool:
     """Orbax takes any folder with a plain name for finished, even an empty one."""
     file = path / "_CHECKPOINT_METADATA"
     return (
@@ -279,7 +282,9 @@ def _is_committed(path: Path) -> bool:
     )
 
 
-def restore_params(folder: Path, step: int, params: Any, shardings: Any) -> Any:
+def restore_params(
+    folder: epath.PathLike, step: int, params: Any, shardings: Any
+) -> Any:
     """The parameters alone, without the optimizer's state.
 
     Args:
@@ -288,7 +293,7 @@ def restore_params(folder: Path, step: int, params: Any, shardings: Any) -> Any:
     target = {"params": placed(params, shardings)}
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.restore(
-            Path(folder).absolute() / str(step) / STATE,
+            location(folder) / str(step) / STATE,
             args=ocp.args.PyTreeRestore(
                 item=target,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),

@@ -14,12 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from ..sharding.naming import path_name
 from ..sharding.text import align, human_bytes
 from . import manifest
 from .checkpoint import STATE, committed_steps
 from .digest import tree_digests
+from .run_folder import RunFolder
+from .storage import is_remote, location
 
 # Types of arrays in a safetensors file, by numpy's name.
 SAFETENSORS = {
@@ -45,16 +48,16 @@ AS_NUMPY = ocp.RestoreArgs(restore_type=np.ndarray)
 class Stored:
     """One committed step on disk."""
 
-    folder: Path
+    folder: epath.Path
     step: int
 
     @classmethod
-    def find(cls, run: Path, step: int | None = None) -> "Stored":
+    def find(cls, run: epath.PathLike, step: int | None = None) -> "Stored":
         """Of a run folder, its checkpoints' folder, or one step's folder."""
-        run = Path(run)
+        run = location(run)
         if run.name.isdigit() and (run / STATE).exists() and step is None:
             return cls.find(run.parent, int(run.name))
-        folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+        folder = _checkpoints_of(run)
         steps = committed_steps(folder)
         if not steps:
             raise ValueError(
@@ -69,8 +72,8 @@ class Stored:
         return cls(folder, steps[-1] if step is None else step)
 
     @property
-    def path(self) -> Path:
-        return (self.folder / str(self.step)).absolute()
+    def path(self) -> epath.Path:
+        return self.folder / str(self.step)
 
     def manifest(self) -> dict[str, Any]:
         return manifest.read(self.folder, self.step)
@@ -92,7 +95,7 @@ class Stored:
                 yield path_name(path), form.flatten_up_to(found)[i]
 
 
-def ls(run: Path) -> str:
+def ls(run: epath.PathLike) -> str:
     """A line for each step, also for those that are not committed."""
     folder = Stored.find(run).folder
     committed = committed_steps(folder)
@@ -100,7 +103,7 @@ def ls(run: Path) -> str:
     for path in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)):
         if not path.is_dir():
             continue
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        size = _bytes_below(path)
         if not path.name.isdigit() or int(path.name) not in committed:
             rows.append((path.name, "not committed", "", human_bytes(size), "", ""))
             continue
@@ -230,6 +233,22 @@ def _only(stored: Stored, paths: set[str]) -> Iterator[tuple[str, np.ndarray]]:
 
 def _digest(array: np.ndarray) -> str:
     return tree_digests({"x": array})["x"]
+
+
+def _checkpoints_of(run: epath.Path) -> epath.Path:
+    """Of a run folder, where it saves; any other folder is taken as it is."""
+    if not is_remote(run):
+        folder = RunFolder(Path(run)).checkpoints
+        if folder.is_dir():
+            return folder
+    return run
+
+
+def _bytes_below(path: epath.Path) -> int:
+    return sum(
+        _bytes_below(entry) if entry.is_dir() else int(entry.stat().length)
+        for entry in path.iterdir()
+    )
 
 
 def _date(seconds: float) -> str:

@@ -17,7 +17,7 @@ def add(commands, command: Callable[..., argparse.ArgumentParser]) -> None:
     def action(name: str, run: Callable, help: str) -> argparse.ArgumentParser:
         made = command(actions, name, run, help)
         made.add_argument(
-            "run_folder", type=Path, metavar="RUN", help="or the folder of one step"
+            "run_folder", metavar="RUN", help="or the folder of one step, or gs://..."
         )
         return made
 
@@ -33,7 +33,7 @@ def add(commands, command: Callable[..., argparse.ArgumentParser]) -> None:
         "--step", type=int, metavar="N", help="default: every committed one"
     )
     diff = action("diff", _diff, "compare two leaf by leaf; status 1 if they differ")
-    diff.add_argument("other", type=Path, metavar="OTHER")
+    diff.add_argument("other", metavar="OTHER")
     step(diff)
     diff.add_argument("--other-step", type=int, metavar="N")
     export = action("export", _export, "write a safetensors file")
@@ -68,7 +68,7 @@ def _verify(args: argparse.Namespace) -> int:
     tools = _tools()
     newest = tools.Stored.find(args.run_folder, args.step)
     steps = [newest.step]
-    if args.step is None and not args.run_folder.name.isdigit():
+    if args.step is None and not args.run_folder.rstrip("/").split("/")[-1].isdigit():
         steps = tools.committed_steps(newest.folder)
     failed = False
     for step in steps:

@@ -8,14 +8,15 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from ..sharding.naming import path_name
 from .digest import tree_digests
+from .storage import location
 
 FORMAT = 1
 ITEM = "manifest"  # the folder of a step that holds it
@@ -51,9 +52,9 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def read(folder: Path, step: int) -> dict[str, Any]:
+def read(folder: epath.PathLike, step: int) -> dict[str, Any]:
     """The manifest of a committed step."""
-    path = Path(folder) / str(step) / ITEM / "metadata"
+    path = location(folder) / str(step) / ITEM / "metadata"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

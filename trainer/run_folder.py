@@ -13,8 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from .config_tree import Change, diff, format_diff, read_run
 from .metrics import replace_text
+from .storage import checkpoints_of
 
 CONFIG_JSON, CONFIG_GIN = "config.json", "config.gin"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -28,8 +31,10 @@ class RunFolder:
         self.is_writer = is_writer
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def checkpoints(self) -> epath.Path:
+        """Where the run saves, by the config that it was started with."""
+        values = self.previous_values() or {}
+        return checkpoints_of(self.path, values.get("checkpoint_folder"))
 
     def previous_values(self) -> dict[str, Any] | None:
         """The flat config the folder was started with; None for a new folder."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax
+from etils import epath
 from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
-from . import config_tree, distributed, loop, metrics, sampling, weights
-from .checkpoint import Checkpoints
+from . import config_tree, distributed, loop, metrics, sampling, storage, weights
+from .checkpoint import Checkpoints, latest_step
 from .data import Source
 from .ledger import Ledger
 from .optimizers import Optimizer
@@ -79,6 +80,8 @@ class Config:
       save_every: steps between checkpoints, one more at the end; 0 only there.
       init_from: a run folder, or the folder of one step of it, whose parameters the run
         begins with; used only where it has no checkpoint of its own.
+      checkpoint_folder: where checkpoints are saved, a folder with its whole path or
+        gs://BUCKET/...; None takes `checkpoints` in the run folder.
       keep_checkpoints: how many of the newest are kept; None keeps all.
       keep_every: steps that are multiples of it are kept too; 0 for none.
       keep_best: how many with the lowest held-out loss are kept too, of those saved at
@@ -110,6 +113,7 @@ class Config:
     eval_every: int = 100
     eval_batches: int = 16
     save_every: int = 100
+    checkpoint_folder: str | None = None
     keep_checkpoints: int | None = 3
     keep_every: int = 0
     keep_best: int = 0
@@ -154,6 +158,7 @@ class Config:
                 "keep_every and keep_best have no effect: keep_checkpoints=None keeps "
                 "all. Set keep_checkpoints to a number, or leave them at 0."
             )
+        storage.check(self.checkpoint_folder)
         parse_plan(self.plan)
         if unknown := set(self.writers) - set(metrics.EXTRAS):
             raise ValueError(
@@ -188,11 +193,15 @@ def train(
     with contextlib.ExitStack() as held:
         with distributed.all_or_none():
             metrics.check_installed(config.writers)
+            storage.check_installed(config.checkpoint_folder)
             setup = prepare(config)
             folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
             values = config_tree.flatten(config)
             changes = folder.check(values, free=FREE_FIELDS, insist=insist)
             weights.check(setup, folder)
+            saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
+            if config.checkpoint_folder is not None and not insist:
+                _check_owner(folder, saved)
             held.enter_context(folder.claim())
         folder.write_config(config_tree.to_json(config, origins or {}), config_text)
         folder.write_json("environment.json", environment(setup.layout.params.mesh))
@@ -213,7 +222,7 @@ def train(
             )
         )
         checkpoints = Checkpoints(
-            folder.checkpoints,
+            saved,
             keep=config.keep_checkpoints,
             keep_every=config.keep_every,
             keep_best=config.keep_best,
@@ -241,6 +250,16 @@ def train(
         return state
 
 
+def _check_owner(folder: RunFolder, saved: epath.Path) -> None:
+    """Refuses to go on, in a new run folder, from what another run has saved."""
+    if folder.previous_values() is None and (step := latest_step(saved)) is not None:
+        raise ValueError(
+            f"checkpoint_folder {saved} holds checkpoints of another run (newest step "
+            f"{step}), and run folder {folder.path} is new. Choose another, or pass "
+            "--insist to go on from them."
+        )
+
+
 def _write_pipeline(setup: Setup, folder: RunFolder, start: int) -> None:
     """Only where steps follow: a complete run keeps what it was trained with."""
     if setup.pipeline is None:
@@ -266,5 +285,6 @@ def _show(setup: Setup, folder: RunFolder, state: State, console: Console) -> No
         console.rule()
     if jax.process_index() == 0:
         report = write_report(folder.path)
-        console.print(f"Checkpoints: {folder.checkpoints}")
+        saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
+        console.print(f"Checkpoints: {saved}")
         console.print(f"Report: {report}")

@@ -1,6 +1,5 @@
 """Beginning a run with the weights of another: its parameters, and nothing else."""
 
-from pathlib import Path
 from typing import Any
 
 from . import distributed, manifest
@@ -9,6 +8,7 @@ from .checkpoint_tools import Stored
 from .run_folder import RunFolder
 from .setup import Setup
 from .state import State
+from .storage import checkpoints_of
 
 PREFIX = "params/"
 
@@ -19,14 +19,15 @@ def check(setup: Setup, folder: RunFolder) -> None:
     A run with a checkpoint of its own needs them no more, and they may be gone.
     """
     init_from = setup.config.init_from
-    if init_from is not None and latest_step(folder.checkpoints) is None:
+    saved = checkpoints_of(folder.path, setup.config.checkpoint_folder)
+    if init_from is not None and latest_step(saved) is None:
         find(init_from, setup)
 
 
 def find(init_from: str, setup: Setup) -> Stored:
     """The checkpoint to begin with; raises ValueError where it does not fit."""
     try:
-        stored = Stored.find(Path(init_from))
+        stored = Stored.find(init_from)
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from error
     target = {"params": setup.layout.abstract.params}
