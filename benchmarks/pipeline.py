@@ -35,7 +35,7 @@ CASES = [*SCHEDULES, "1f1b:none", "1f1b:full", "1f1b:microbatch"]
 ON_CPU = {
     "mesh": "pipe=4,fsdp=2",
     "layers": 16,
-    "width": 256,
+    "width": 192,
     "length": 128,
     "vocab": 512,
     "rows": 2,
@@ -161,11 +161,15 @@ def traffic(result: dict[str, Any]) -> str:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     cases = [Case.parse(text) for text in args.cases]
     jax.config.update("jax_platforms", "cpu")
+    # From there, pipelines on CPU devices hang: docs/pipeline.md.
+    jax.config.update("jax_enable_compilation_cache", False)
     if args.topology:
         devices = tpu_devices(args.topology)
     else:
-        sizes = MeshSpec.parse(args.mesh).abstract().axis_sizes
-        jax.config.update("jax_num_cpu_devices", math.prod(sizes))
+        num_devices = math.prod(MeshSpec.parse(args.mesh).abstract().axis_sizes)
+        # Threads for all collectives that a device waits in: docs/pipeline.md.
+        os.environ["NPROC"] = str(max(4 * num_devices, os.cpu_count() or 1))
+        jax.config.update("jax_num_cpu_devices", num_devices)
         devices = jax.devices()
     bench = Bench.of(args, devices, "bfloat16" if args.topology else "float32")
     num = args.microbatches

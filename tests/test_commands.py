@@ -1,6 +1,7 @@
 """The subcommands one after the other: data build, train, generate, report."""
 
 import json
+import os
 import re
 
 import pytest
@@ -54,6 +55,15 @@ def run(corpus, tmp_path_factory):
     assert "source ArrayRecords" in result.stdout
     assert f"Report: {folder / 'report.html'}" in result.stdout
     return folder
+
+
+def test_cpu_devices_get_threads_to_wait_in(monkeypatch):
+    for given, expected in ((None, max(32, os.cpu_count() or 1)), ("9", 9)):
+        monkeypatch.delenv("NPROC", raising=False)
+        if given:
+            monkeypatch.setenv("NPROC", given)
+        commands._use_cpu(8)
+        assert int(os.environ["NPROC"]) == expected
 
 
 def test_data_build(corpus, capsys):

@@ -210,6 +210,11 @@ def _use_cpu(num_devices: int) -> None:
 
     if num_devices < 1:
         raise ValueError(f"--cpu-devices must be at least 1, got {num_devices}")
+    if num_devices > 1:
+        # A device holds a thread of XLA's pool for each collective it waits in, and the
+        # pool has one a device: with two at a time, all wait for ever (seen with
+        # pipelines that gather weights once a microbatch). Read with the first device.
+        os.environ.setdefault("NPROC", str(max(4 * num_devices, os.cpu_count() or 1)))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 
