@@ -145,6 +145,9 @@ def test_a_state_is_the_same_on_disk_whatever_pipeline_wrote_it(name, tmp_path):
         if order is not None:  # stage 0 holds layers 0, 1, 4, 5
             assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
             np.testing.assert_array_equal(blocks[0], np.asarray(blocks[1])[order])
+            # Reordered twice each way by now, and compiled once.
+            compiled = prepared.layout._reorderings.values()
+            assert [f._cache_size() for f in compiled] == [1, 1]  # type: ignore
         saved = checkpoint.Checkpoints(tmp_path / schedule)
         saved.save(3, state)
         saved.close()

@@ -41,6 +41,7 @@ class Plan:
             f"save_every={self.save_every}",
             f"stall_seconds={self.stall_seconds}",
             "log_every=1",
+            "checkpoint_folder=None",  # the drill looks into the run folder's own
         )
         return [
             *(sys.executable, "-P", "-m", "meshloom.trainer.cli", "launch", "local"),

@@ -1,6 +1,7 @@
 """The training state and its layout: resolved first, then born cut."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -109,11 +110,19 @@ class Layout:
     def _reordered(self, state: State, mesh: Mesh, of_order: Callable) -> State:
         if self.order is None:
             return state
-        order = of_order(self.order)
-        return jax.jit(
-            lambda state: reorder(state, self.axes, order),
-            out_shardings=self.shardings(mesh),
-        )(state)
+        key = (mesh, of_order)
+        if key not in self._reorderings:
+            order = of_order(self.order)
+            self._reorderings[key] = jax.jit(
+                lambda state: reorder(state, self.axes, order),
+                out_shardings=self.shardings(mesh),
+            )
+        return self._reorderings[key](state)
+
+    @functools.cached_property
+    def _reorderings(self) -> dict[Any, Callable[[State], State]]:
+        """Jitted, to compile once and not at every save."""
+        return {}
 
     def placed(self, mesh: Mesh) -> State:
         """The state as shapes with shardings, to compile for or restore into."""
