@@ -10,7 +10,7 @@ import short_runs
 from test_parity import CONFIG as WITHOUT
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import checkpoint, metrics, optimizers, schedules, train
+from meshloom.trainer import checkpoint, data, metrics, optimizers, schedules, train
 from meshloom.trainer.pipelining import Pipelining
 
 slow = pytest.mark.slow
@@ -113,10 +113,9 @@ def test_evaluation_goes_through_the_stages():
         prepared = prepare(mesh, schedule)
         state = prepared.layout.create(jax.random.key(0), prepared.mesh)
         rows = [prepared.train_data[i] for i in range(CONFIG.batch_size)]
-        batch = {
-            name: jax.device_put(np.stack([row[name] for row in rows]), sharding)
-            for name, sharding in prepared.batch_shardings.items()
-        }
+        arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        arrays[data.SAMPLE_IDS] = np.arange(len(rows), dtype=np.uint32)
+        batch = jax.device_put(arrays, prepared.batch_shardings)
         found[mesh] = jax.device_get(prepared.eval_fn(state.params, batch))
     one, staged = found.values()
     assert one.keys() == staged.keys()

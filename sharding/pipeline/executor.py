@@ -93,12 +93,13 @@ class Pipeline:
 
         def body(params, batch):
             params, batch = vary((params, batch), specs[:2], manual)
-            sums, grads = self._stage(params, batch, plans, manual, training)
+            sums, grads = self._stage(params, batch, plans, manual, flat, training)
             sums = jax.tree.map(lambda x: lax.psum(x, manual), sums)
             if not training:
                 return sums
             return sums, jax.tree.map(lambda plan, g: plan.reduce(g), plans, grads)
 
+        flat = {name for name, spec in batch_specs.items() if not any(spec[1:])}
         specs = manual_specs((stored, batch_specs, gradient), manual)
         result = jax.shard_map(
             body,
@@ -118,7 +119,7 @@ class Pipeline:
             gradient,
         )
 
-    def _stage(self, params, batch, plans, manual, training) -> tuple[Sums, Any]:
+    def _stage(self, params, batch, plans, manual, flat, training) -> tuple[Sums, Any]:
         """The sums and gradients of one stage, not yet added up over devices."""
         params = jax.tree.map(lambda p, w: p.gather(w, late=False), plans, params)
         shard = Sharder(jax.sharding.get_abstract_mesh(), self.rules)
@@ -133,9 +134,10 @@ class Pipeline:
             chunks,
             outside,
             {k: plans[k] for k in outside},
-            # Rows m, m + M, ... are microbatch m: nothing moves.
-            jax.tree.map(lambda x: x.reshape(-1, M, *x.shape[1:]), batch),
+            # Rows of this device that lie together: no copy in another layout is made.
+            jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), batch),
             shard,
+            flat=flat,
             training=training,
             bubble=self.bubble,
         )

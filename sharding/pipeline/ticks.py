@@ -10,6 +10,7 @@ exchange them by one all-to-all each way, which carries embedding and head toget
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -32,7 +33,8 @@ class Ticks:
 
     Args:
       outside: parameters outside the blocks, and `plans` a Weight for each.
-      batch: this device's rows, [microbatch size, microbatches, ...].
+      batch: this device's rows, [microbatches, microbatch size, ...].
+      flat: names of its arrays that no other axis of the mesh cuts.
       training: whether there are backwards.
       bubble: a value put in place of every input that is no microbatch's. It must not
         change any result; for tests.
@@ -48,11 +50,13 @@ class Ticks:
         batch: Batch,
         shard: Sharder,
         *,
+        flat: Collection[str],
         training: bool,
         bubble: float | None = None,
     ):
         self._stack, self._chunks, self._shard = stack, chunks, shard
-        self._outside, self._plans, self._batch = outside, plans, batch
+        self._outside, self._plans = outside, plans
+        self._batch, self._flat = batch, flat
         self._schedule, self._training, self._bubble = schedule, training, bubble
         self._stage = lax.axis_index(PIPE)
         self._num = S = schedule.num_stages
@@ -185,10 +189,14 @@ class Ticks:
         """Microbatch m, or any where m is IDLE."""
         at = jnp.maximum(m, 0)
 
-        def one(x):
-            return self._mark(lax.dynamic_index_in_dim(x, at, 1, keepdims=False), m)
+        def one(name: str, x: jax.Array) -> jax.Array:
+            # As one row each: of [microbatch, row, place] the compiler for TPUs makes a
+            # copy with rows padded to 128, of all microbatches at once.
+            rows = x.reshape(len(x), -1) if name in self._flat else x
+            row = lax.dynamic_index_in_dim(rows, at, 0, keepdims=False)
+            return self._mark(row.reshape(x.shape[1:]), m)
 
-        return jax.tree.map(one, self._batch)
+        return {name: one(name, x) for name, x in self._batch.items()}
 
     def _part(self, m) -> Batch:
         """This stage's part of a microbatch."""
