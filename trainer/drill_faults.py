@@ -51,10 +51,9 @@ def sigterm(plan: Plan, folder: Path) -> float:
     """One worker is told to leave: all save at the same step, and come back."""
     with running(plan, folder) as job:
         job.wait_for_step(plan.save_every + 2)
-        seconds = _recover(job, job.strike(1 % plan.processes, signal.SIGTERM))
-        if not job.events("preempted"):
-            raise Failed("the job did not save when it was told to leave")
-        return seconds
+        struck = job.strike(1 % plan.processes, signal.SIGTERM)
+        job.wait("save of a job told to leave", lambda: bool(job.events("preempted")))
+        return _recover(job, struck)
 
 
 def sigstop(plan: Plan, folder: Path) -> float:
