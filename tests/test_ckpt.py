@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 from test_resume import DAMAGES
-from tiny_runs import main, refused, train
+from tiny_runs import command, main, refused, train
 
 from meshloom.trainer import checkpoint_tools
 
@@ -56,9 +56,10 @@ def test_damage_is_found(name, run, tmp_path, capfd):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     DAMAGES[name](folder / "checkpoints" / "8")
-    status, output = ckpt(capfd, "verify", folder)
-    assert status == 1
-    assert output.startswith("step 4: 30 arrays as saved\nstep 8: damaged\n  ")
+    # As a process: reads that tensorstore's threads give up end in noise of their own.
+    found = command("ckpt", "verify", str(folder))
+    assert found.returncode == 1, found.stderr
+    assert found.stdout.startswith("step 4: 30 arrays as saved\nstep 8: damaged\n  ")
     assert ckpt(capfd, "verify", folder / "checkpoints" / "4")[0] == 0
 
 
