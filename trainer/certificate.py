@@ -155,8 +155,8 @@ def _trajectory(
     reference: Path, resumed: Path, save_at: int, steps: int, drift: float | None
 ) -> Level:
     largest, at = largest_drift(reference, resumed, range(save_at + 1, steps + 1))
-    if at is None:
-        return Level(False, "metrics.jsonl does not have the losses of all steps")
+    if largest is None:
+        return Level(False, f"metrics.jsonl has no loss of step {at}")
     facts = {
         "largest_drift": largest if math.isfinite(largest) else None,
         "at_step": at if largest else None,
@@ -181,11 +181,12 @@ def _trajectory(
 
 def largest_drift(
     reference: Path, resumed: Path, steps: range
-) -> tuple[float, int | None]:
-    """Of the losses, relative, and at which step; (inf, None) where one is missing."""
+) -> tuple[float | None, int]:
+    """Of the losses, relative, and at which step; (None, step) where one is missing."""
     ours, theirs = _losses(resumed), _losses(reference)
-    if not all(step in ours and step in theirs for step in steps):
-        return math.inf, None
+    for step in steps:
+        if step not in ours or step not in theirs:
+            return None, step
     apart = [(_relative(theirs[step], ours[step]), -step) for step in steps]
     largest, at = max(apart)
     return largest, -at

@@ -105,7 +105,10 @@ def compare(folder: Path, whole: Path, *, same_mesh: bool) -> Result:
         problems.append("the last state is another one")
     drift, at = certificate.largest_drift(whole, folder, compared)
     losses = f"{drift:.1e} at step {at}" if drift else "bit-equal"
-    if drift > allowed:
+    if drift is None:
+        losses = f"none of step {at}"
+        problems.append(f"metrics.jsonl has no loss of step {at}")
+    elif drift > allowed:
         problems.append(f"losses differ by {losses}")
     return Result(
         "",
