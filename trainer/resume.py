@@ -78,7 +78,7 @@ def _newest(checkpoints: Checkpoints, before: int | None) -> int:
 
 def _batches_ahead(saved: dict, step: int, batch_size: int) -> int:
     """From the position in the data, which counts examples."""
-    number, rest = divmod(saved.get("data", {})["next_example"], batch_size)
+    number, rest = divmod(saved["data"]["next_example"], batch_size)
     if rest:
         raise ValueError(
             f"checkpoint {step} was saved before example "
