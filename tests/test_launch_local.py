@@ -8,7 +8,8 @@ import pytest
 from test_jobs import ends
 from tiny_runs import TINY, command, refused
 
-from meshloom.launch import local, supervisor
+from meshloom.launch import supervisor
+from meshloom.launch.targets import local
 from meshloom.trainer import cli, metrics
 from meshloom.trainer.cli import main
 

@@ -289,7 +289,7 @@ def _add_report(commands) -> None:
 
 
 def _add_launch(commands) -> None:
-    from ..launch import local
+    from ..launch.targets import local
 
     parser = commands.add_parser(
         "launch", help="start the processes of a job, and bring them back"

@@ -67,8 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def launch(args: argparse.Namespace) -> int:
     """Runs a command of `meshloom` as every process of a job; the exit status."""
-    from .settings import Settings
-    from .supervisor import Supervisor
+    from ..settings import Settings
+    from ..supervisor import Supervisor
 
     given = _flags_of(args.command)
     cpu_devices = args.cpu_devices
