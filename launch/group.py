@@ -7,16 +7,15 @@ a worker has started can be killed with it.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import progress_file
 from .logs import Logs
 from .statuses import Ending
+from .target import Command
 
 GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 
@@ -48,22 +47,15 @@ class Heir:
 class Worker:
     """One process of the job; `status` is None while it runs."""
 
-    def __init__(
-        self,
-        number: int,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        log: Path,
-        heir: Heir,
-    ):
-        self.number = number
+    def __init__(self, number: int, command: Command, log: Path, heir: Heir):
+        self.number, self.name = number, command.name
         self.status: int | None = None
         self.was_told = False  # that it should end, by us
         self._heir = heir
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [*GUARD, "worker", str(os.getpid()), *command],
-                env=env,
+                [*GUARD, "worker", str(os.getpid()), *command.argv],
+                env=command.env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -106,17 +98,10 @@ class Group:
         self.workers: list[Worker] = []
         self._heir, self._logs = heir, logs
 
-    def start(
-        self, command: Sequence[str], envs: Sequence[Mapping[str, str]], header: str
-    ) -> None:
-        """Starts a worker for each of `envs`."""
-        for number, env in enumerate(envs):
-            progress = self._logs.progress(number)
-            progress.unlink(missing_ok=True)  # of an earlier attempt
-            self._logs.note(number, header)
-            env = {**env, progress_file.VARIABLE: str(progress)}
-            log = self._logs.worker(number)
-            self.workers.append(Worker(number, command, env, log, self._heir))
+    def start(self, commands: Sequence[Command]) -> None:
+        for number, command in enumerate(commands):
+            log = self._logs.of(command.name)
+            self.workers.append(Worker(number, command, log, self._heir))
 
     def poll(self) -> bool:
         """Looks who has ended; whether all have."""
@@ -131,10 +116,16 @@ class Group:
     def endings(self, steps: Mapping[int, int | None]) -> list[Ending]:
         """Of those that have ended; `steps` are the last by worker."""
         return [
-            Ending(worker.number, worker.status, steps.get(worker.number))
+            Ending(worker.number, worker.status, self._step(worker, steps), worker.name)
             for worker in self.workers
             if worker.status is not None
         ]
+
+    def _step(self, worker: Worker, steps: Mapping[int, int | None]) -> int | None:
+        """The last step of a worker, or of all that a lone one has started."""
+        if len(self.workers) > 1:
+            return steps.get(worker.number)
+        return max((s for s in steps.values() if s is not None), default=None)
 
     def kill(self) -> None:
         """Returns once every worker is dead and reaped."""
@@ -142,50 +133,3 @@ class Group:
             worker.kill()
         while not self.poll():
             time.sleep(0.01)
-
-
-def environment(
-    num_processes: int,
-    *,
-    port: int,
-    attempt: int,
-    cpu_devices: int | None,
-    full_size: int | None = None,
-    reason: str = "",
-) -> list[dict[str, str]]:
-    """What each worker of a new attempt is told, beside our own environment.
-
-    Args:
-      full_size: processes of the job when it is whole; None for as many as now.
-      reason: why the attempt before ended; "" for the first.
-    """
-    job = {
-        "PYTHONUNBUFFERED": "1",  # a killed worker's last words are in its log
-        **os.environ,
-        "MESHLOOM_COORDINATOR": f"127.0.0.1:{port}",
-        "MESHLOOM_NUM_PROCESSES": str(num_processes),
-        "MESHLOOM_ATTEMPT": str(attempt),
-        "MESHLOOM_FULL_PROCESSES": str(full_size or num_processes),
-        "MESHLOOM_RESTART_REASON": reason,
-    }
-    if cpu_devices is not None:
-        job["JAX_PLATFORMS"] = "cpu"
-        job["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
-        # Each device holds a thread of XLA's pool while it waits in a collective, and
-        # the pool has as many as cores: too few, and the workers wait for ever.
-        job["NPROC"] = str(max(4 * cpu_devices, os.cpu_count() or 1))
-    return [{**job, "MESHLOOM_PROCESS_ID": str(n)} for n in range(num_processes)]
-
-
-def free_port(used: set[int]) -> int:
-    """A port that is free now and was given to no attempt before; added to `used`.
-
-    A late packet of an earlier attempt must not reach the new coordinator.
-    """
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port not in used:
-            used.add(port)
-            return port

@@ -1,11 +1,11 @@
 """The log folder of a supervised job, and what of it goes to the terminal.
 
-`worker-N.log` is what worker N wrote to stdout and stderr, in all attempts;
-`supervisor.jsonl` one JSON object for each event; `processes` the number of workers, in
-which a person may write another; `progress-N.json` see progress_file.
+`worker-N.log` is what process N wrote to stdout and stderr, in all attempts; a command
+that starts all of them, such as srun, has a log under its own name. `supervisor.jsonl`
+is one JSON object for each event; `processes` the number of workers, in which a person
+may write another; `progress-N.json` see progress_file.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -17,6 +17,10 @@ from typing import Any
 
 # A pipe that select calls writable takes this much without waiting.
 CHUNK = select.PIPE_BUF
+# So much of a log is read at a time, to be shown or to look for its last lines.
+PIECE = 10_000
+COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red
+NOTE = "=="  # begins and ends a line of the supervisor's in a worker's log
 
 
 class Logs:
@@ -36,16 +40,22 @@ class Logs:
                 f"log folder {self.folder} is in use by another supervisor. Wait for "
                 "it, end it, or choose another folder with --logs."
             ) from None
-        log = self.worker(0)
-        self._shown = log.stat().st_size if log.exists() else 0  # bytes of it
+        # Bytes of each log that were shown, or were there before.
+        logs = self.folder.glob("*.log")
+        self._shown = {log.stem: log.stat().st_size for log in logs}
+        self._pending = b""  # to be shown, and not taken yet
         return self
 
     def __exit__(self, *_):
         self.show(seconds=2)
         self._events.close()  # closing releases the lock
 
+    def of(self, name: str) -> Path:
+        """The log of what the supervisor started under this name."""
+        return self.folder / f"{name.replace(' ', '-')}.log"
+
     def worker(self, number: int) -> Path:
-        return self.folder / f"worker-{number}.log"
+        return self.of(f"worker {number}")
 
     def progress(self, number: int) -> Path:
         return self.folder / f"progress-{number}.json"
@@ -55,38 +65,45 @@ class Logs:
         self._events.write(json.dumps(document) + "\n")
         self._events.flush()
 
-    def note(self, number: int, text: str) -> None:
-        """A line of our own in a worker's log; the terminal is told in other words."""
-        if number == 0:
-            self.show()
+    def note(self, name: str, text: str) -> None:
+        """A line of our own in a log; the terminal is told in other words."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        with open(self.worker(number), "ab") as log:
-            all_shown = number == 0 and self._shown == log.tell()
-            log.write(f"== {now} {text} ==\n".encode())
-            if all_shown:
-                self._shown = log.tell()
-
-    def last_line(self, number: int) -> str:
-        """The last line that a worker wrote and that is no note of ours."""
-        with open(self.worker(number), "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - 10_000))
-            lines = log.read().decode(errors="replace").splitlines()
-        written = [line for line in lines if line.strip() and not line.startswith("==")]
-        return written[-1].strip() if written else ""
+        with open(self.of(name), "ab") as log:
+            log.write(f"{NOTE} {now} {text} {NOTE}\n".encode())
 
     def show(self, seconds: float = 0) -> None:
-        """Passes on what worker 0 has written, as far as the terminal takes it.
+        """Passes on what was written to all logs, as far as the terminal takes it.
 
         A terminal that is held, or a pipe that nobody reads, must not keep us from
-        watching; what it does not take is shown later, and is in the log.
+        watching; what it does not take is shown later, and is in the logs.
         """
-        with contextlib.suppress(FileNotFoundError), open(self.worker(0), "rb") as log:
-            log.seek(self._shown)
-            while chunk := log.read(CHUNK):
-                taken = offer(sys.stdout.fileno(), chunk, seconds)
-                self._shown += taken
-                if taken < len(chunk):
+        while True:
+            while self._pending:
+                taken = offer(sys.stdout.fileno(), self._pending[:CHUNK], seconds)
+                if not taken:
                     return
+                self._pending = self._pending[taken:]
+            self._pending = b"".join(map(self._new_lines, self._names()))
+            if not self._pending:
+                return
+
+    def _names(self) -> list[str]:
+        """Of all logs, process 10 after process 9."""
+        names = (log.stem for log in self.folder.glob("*.log"))
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def _new_lines(self, name: str) -> bytes:
+        """The next lines of a log that were not shown, each with its prefix."""
+        with open(self.folder / f"{name}.log", "rb") as log:
+            log.seek(self._shown.get(name, 0))
+            piece = log.read(PIECE)
+        if b"\n" not in piece and len(piece) < PIECE:
+            return b""  # a line that is still being written
+        end = piece.rfind(b"\n") + 1 or len(piece)
+        self._shown[name] = self._shown.get(name, 0) + end
+        mark = _prefix(name)
+        lines = (line for line in piece[:end].splitlines() if not is_note(line))
+        return b"".join(mark + line + b"\n" for line in lines)
 
     def write_size(self, size: int) -> None:
         (self.folder / "processes").write_text(f"{size}\n")
@@ -107,6 +124,32 @@ class Logs:
         )
         self.write_size(size)
         return None
+
+
+def is_note(line: bytes) -> bool:
+    return line.startswith(NOTE.encode()) and line.endswith(NOTE.encode())
+
+
+def _prefix(name: str) -> bytes:
+    """`0 | ` in a colour of its own for worker-0, where colours are welcome."""
+    number = name.removeprefix("worker-")
+    text = f"{number} | "
+    if number.isdigit() and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\033[{COLOURS[int(number) % len(COLOURS)]}m{text}\033[0m"
+    return text.encode()
+
+
+def last_line(log: Path) -> str:
+    """The last line of the last attempt that says something; an error line if any."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - PIECE))
+        lines = file.read().splitlines()
+    while lines and is_note(lines[-1]):
+        lines.pop()  # how it ended
+    start = max((i for i, line in enumerate(lines) if is_note(line)), default=-1) + 1
+    said = [line.decode(errors="replace").strip() for line in lines[start:]]
+    errors = [line for line in said if line.startswith("meshloom: ")]
+    return (errors or [line for line in said if line] or [""])[-1]
 
 
 def say(text: str) -> None:

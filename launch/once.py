@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .group import Heir, Worker
+from .logs import last_line
 from .statuses import BAD_INPUT, DONE, Ending, cause
+from .target import Command
 
 # After one worker has failed the others get so long to end by themselves, so that the
 # one which knows the reason can say it.
 LEAVE_SECONDS = 15.0
-TAIL = 10_000  # bytes of a log in which its last lines are looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,8 @@ def run(
     with Heir() as heir:
         try:
             for number, env in enumerate(envs):
-                log = _log(logs, number)
-                workers.append(Worker(number, command, env, log, heir))
+                one = Command(f"worker {number}", command, env)
+                workers.append(Worker(number, one, _log(logs, number), heir))
             in_time = _wait(workers, begin + seconds)
         finally:
             for worker in workers:
@@ -84,13 +85,3 @@ def _wait(workers: Sequence[Worker], deadline: float) -> bool:
             return False
         time.sleep(0.05)
     return False
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log that says something; the user's error line if any."""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
-        lines = file.read().decode(errors="replace").splitlines()
-    said = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in said if line.startswith("meshloom: ")]
-    return (errors or said or [""])[-1]

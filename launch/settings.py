@@ -9,7 +9,6 @@ class Settings:
 
     Attributes:
       min_processes: the group may shrink to this many; None keeps it whole.
-      cpu_devices: run on the CPU, with this many devices in each process.
       max_restarts: how many may follow each other without progress.
       stall_seconds: without progress after the first step; None is 90, or 15 times the
         median between two reports if that is more.
@@ -24,7 +23,6 @@ class Settings:
 
     processes: int
     min_processes: int | None = None
-    cpu_devices: int | None = None
     max_restarts: int = 5
     stall_seconds: float | None = None
     start_seconds: float = 600.0
@@ -36,7 +34,7 @@ class Settings:
     poll_seconds: float = 0.1
 
     def __post_init__(self):
-        for name in ("processes", "min_processes", "cpu_devices"):
+        for name in ("processes", "min_processes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {value}")

@@ -37,15 +37,18 @@ class Ending:
     Attributes:
       status: as `subprocess` gives it; negative for a signal.
       step: the last that the worker reported, if any.
+      name: what messages call it; "" for its number.
     """
 
     worker: int
     status: int
     step: int | None = None
+    name: str = ""
 
     def __str__(self) -> str:
         where = "" if self.step is None else f" at step {self.step}"
-        return f"worker {self.worker} {_words(self.status)}{where}"
+        who = self.name or f"worker {self.worker}"
+        return f"{who} {_words(self.status)}{where}"
 
 
 def _words(status: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs the processes of a job on this machine, and brings them back when they die.
+"""Runs the processes of a job, wherever they are, and brings them back when they die.
 
 It lives outside of what it watches, so it survives what kills a jax process, process 0
 included. Exit statuses are in statuses.py, what counts as progress in progress_file.py,
@@ -9,16 +9,17 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import progress_file, statuses
-from .group import Group, Heir, environment, free_port
-from .logs import Logs, say
+from .group import Group, Heir
+from .logs import Logs, last_line, say
 from .restarts import Restarts
 from .settings import Settings
 from .stall import Watch
 from .statuses import BAD_INPUT, DONE, PREEMPTED, Ending
+from .target import Attempt, Target
 
 # A worker's own watchdog comes first: it knows where its threads stand.
 SLACK = 1.5
@@ -36,14 +37,14 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs `command` as every process of one job until the job is done.
+    """Runs the processes of one job on a target until the job is done.
 
     Must run in the main thread: it takes the signals, and the kernel ends the workers
     when the thread that started them ends.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, settings: Settings):
-        self._command, self._settings = tuple(command), settings
+    def __init__(self, target: Target, folder: Path, settings: Settings):
+        self._target, self._settings = target, settings
         self._logs = Logs(folder)
         self._heir = Heir()
         self._watch = Watch(
@@ -60,7 +61,6 @@ class Supervisor:
         )
         self._attempt = 0
         self._reason = ""  # why the attempt before ended
-        self._ports: set[int] = set()
         self._told: list[int] = []  # signals to stop, in the order they came
         self._told_at = 0.0
         self._said: set[str] = set()  # what is said once
@@ -103,34 +103,31 @@ class Supervisor:
         settings, logs = self._settings, self._logs
         if self._told:
             return Outcome("stop")
-        if (size := logs.told_size(self._restarts.size)) is not None:
+        if (size := self._asked_size()) is not None:
             before = self._restarts.size
             self._restarts.resize(size)
             self._resized(before, "a person has asked for it")
         self._attempt += 1
         size = self._restarts.size
-        port = free_port(self._ports)
-        envs = environment(
-            size,
-            port=port,
-            attempt=self._attempt,
-            cpu_devices=settings.cpu_devices,
-            full_size=settings.processes,
-            reason=self._reason,
-        )
+        attempt = Attempt(self._attempt, size, settings.processes, self._reason)
         self._watch.begin()
         self._restarts.begin()
         group = Group(self._heir, logs)
         try:
-            header = f"attempt {self._attempt}, {_processes(size)}"
-            group.start(self._command, envs, header)
+            for number in range(size):
+                logs.progress(number).unlink(missing_ok=True)  # of an earlier attempt
+            commands = self._target.start(attempt, logs)
+            names = [c.name for c in commands] + [f"worker {n}" for n in range(size)]
+            for name in dict.fromkeys(names):
+                logs.note(name, f"attempt {self._attempt}, {_processes(size)}")
+            group.start(commands)
             logs.event(
                 "start",
                 attempt=self._attempt,
                 processes=size,
-                port=port,
+                coordinator=commands[0].env.get("MESHLOOM_COORDINATOR"),
                 pids=[worker.pid for worker in group.workers],
-                command=self._command,
+                command=self._target.command,
             )
             outcome = self._watch_group(group)
         finally:
@@ -139,7 +136,7 @@ class Supervisor:
         for worker, ending in zip(group.workers, endings, strict=True):
             by_us = f", told to end by the supervisor: {outcome.reason}"
             text = f"attempt {self._attempt}: {ending}{by_us * worker.was_told}"
-            logs.note(worker.number, text)
+            logs.note(worker.name, text)
         return dataclasses.replace(outcome, endings=tuple(endings))
 
     def _watch_group(self, group: Group) -> Outcome:
@@ -147,7 +144,7 @@ class Supervisor:
         settings, watch = self._settings, self._watch
         while True:
             group.poll()
-            self._look(group)  # after that, so that the last reports of the dead count
+            self._look()  # after that, so that the last reports of the dead count
             if self._told:
                 return self._stop(group)
             if death := statuses.cause(group.endings(watch.steps)):
@@ -166,23 +163,23 @@ class Supervisor:
                 self._logs.event("stall", **fields, step=watch.step, reason=reason)
                 self._end(group, settings.end_seconds)
                 return Outcome("stall", reason)
-            if (size := self._logs.told_size(self._restarts.size)) is not None:
+            if (size := self._asked_size()) is not None:
                 reason = f"told to continue with {_processes(size)}"
                 say(f"{reason}: telling the workers to save and leave")
                 self._end(group, settings.grace_seconds)
                 return Outcome("resize", reason)
             time.sleep(settings.poll_seconds)
 
-    def _look(self, group: Group) -> None:
-        """Takes in what the workers report, and shows what worker 0 prints."""
+    def _look(self) -> None:
+        """Takes in what the workers report, and shows what they print."""
         self._logs.show()
-        for worker in group.workers:
+        for number in range(self._restarts.size):
             try:
-                report = progress_file.read(self._logs.progress(worker.number))
+                report = progress_file.read(self._logs.progress(number))
             except ValueError as error:
                 self._say_once(str(error))
                 continue
-            if self._watch.see(worker.number, report):
+            if self._watch.see(number, report):
                 self._restarts.progress()
         if self._watch.is_for_life_only:
             self._say_once("the workers report no progress: watched for life only")
@@ -205,7 +202,7 @@ class Supervisor:
         while not group.poll() and time.monotonic() < deadline:
             if len(self._told) > 1:
                 break
-            self._look(group)
+            self._look()
             time.sleep(self._settings.poll_seconds)
 
     def _stop(self, group: Group) -> Outcome:
@@ -238,7 +235,7 @@ class Supervisor:
         decision = self._restarts.after(outcome.death)
         said = ""
         if outcome.death is not None and outcome.death.status == BAD_INPUT:
-            said = f", saying {self._logs.last_line(outcome.death.worker)!r}"
+            said = f", saying {self._last_words(outcome.death)!r}"
         say(f"attempt {self._attempt}: {outcome.reason}{said}; {decision.words}")
         if decision.status is not None:
             self._logs.event("failed", status=decision.status, reason=decision.words)
@@ -256,6 +253,23 @@ class Supervisor:
         while time.monotonic() < deadline and not self._told:
             time.sleep(self._settings.poll_seconds)
         return None
+
+    def _last_words(self, death: Ending) -> str:
+        """Of a worker, or of any process that a lone command has started."""
+        logs = [self._logs.worker(n) for n in range(self._restarts.size)]
+        own = self._logs.of(death.name)
+        words = [last_line(log) for log in ([own] if own in logs else [*logs, own])]
+        errors = [line for line in words if line.startswith("meshloom: ")]
+        return (errors or words)[0]
+
+    def _asked_size(self) -> int | None:
+        """A number of processes that a person has asked for and that can be had."""
+        size, most = self._logs.told_size(self._restarts.size), self._target.most
+        if size is not None and most is not None and size > most:
+            self._logs.write_size(self._restarts.size)
+            say(f"asked for {size} processes, but the hosts have room for {most}")
+            return None
+        return size
 
     def _stopped(self, outcome: Outcome) -> int:
         ends = [ending.status for ending in outcome.endings]

@@ -18,9 +18,11 @@ import json, sys
 from pathlib import Path
 from meshloom.launch.settings import Settings
 from meshloom.launch.supervisor import Supervisor
+from meshloom.launch.targets.local import Local
 
 folder, command, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-sys.exit(Supervisor(json.loads(command), Path(folder), Settings(**settings)).run())
+target = Local(json.loads(command), cpu_devices=settings.pop("cpu_devices", None))
+sys.exit(Supervisor(target, Path(folder), Settings(**settings)).run())
 """
 QUICK = dict(first_delay=0.05, longest_delay=0.2, poll_seconds=0.01, end_seconds=0.3)
 TIME_LIMIT = 60  # seconds; for a busy machine, a job takes less than 3

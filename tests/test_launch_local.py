@@ -8,8 +8,7 @@ import pytest
 from test_jobs import ends
 from tiny_runs import TINY, command, refused
 
-from meshloom.launch import supervisor
-from meshloom.launch.targets import local
+from meshloom.launch import flags, supervisor
 from meshloom.trainer import cli, metrics
 from meshloom.trainer.cli import main
 
@@ -25,8 +24,8 @@ def launched(monkeypatch):
     found = {}
 
     class Supervisor:
-        def __init__(self, command, folder, settings):
-            found.update(command=command, folder=folder, settings=settings)
+        def __init__(self, target, folder, settings):
+            found.update(target=target, folder=folder, settings=settings)
 
         def run(self):
             return 75
@@ -46,10 +45,10 @@ def test_arguments_reach_the_supervisor(launched):
     assert launch(*flags, "--logs", "there", "--", *train) == 75
     settings = launched["settings"]
     assert (settings.processes, settings.min_processes) == (2, 1)
-    assert (settings.cpu_devices, settings.max_restarts) == (4, 7)
+    assert (launched["target"].cpu_devices, settings.max_restarts) == (4, 7)
     assert settings.stall_seconds == 3 and settings.start_seconds == 4
     assert settings.grace_seconds == 5 and launched["folder"] == Path("there")
-    assert launched["command"][-len(train) :] == train
+    assert list(launched["target"].command[-len(train) :]) == train
 
 
 def test_what_is_not_given_is_the_default_of_the_settings(launched):
@@ -75,9 +74,9 @@ def test_logs_are_in_the_run_folder(argv, folder, launched):
 
 def test_devices_may_be_given_to_the_command(launched):
     launch("--", "train", "--cpu-devices", "3")
-    assert launched["settings"].cpu_devices == 3
+    assert launched["target"].cpu_devices == 3
     launch("--cpu-devices", "2", "--", "train")
-    assert launched["settings"].cpu_devices == 2
+    assert launched["target"].cpu_devices == 2
 
 
 def test_bad_arguments(capfd, launched):
@@ -89,6 +88,9 @@ def test_bad_arguments(capfd, launched):
     assert refused(capfd, [*argv, "--min-processes", "3", "--", "train"]) == (
         "--min-processes is 3, more than --processes 2; it is what the group may "
         "shrink to"
+    )
+    assert refused(capfd, [*argv, "--cpu-devices", "0", "--", "train"]) == (
+        "--cpu-devices must be at least 1, got 0"
     )
     with pytest.raises(SystemExit, match="2"):
         main(argv)
@@ -106,7 +108,7 @@ def test_bad_input_of_the_command_ends_it(tmp_path):
 
 def test_the_flags_it_looks_for_are_those_of_train():
     argv = ["train", "--workdir", "a", "--config", "b", "--cpu-devices", "3"]
-    found, parsed = local._flags_of(argv), cli._parser().parse_args(argv)
+    found, parsed = flags._flags_of(argv), cli._parser().parse_args(argv)
     assert (Path(found.workdir), found.config) == (parsed.workdir, parsed.config)
     assert found.cpu_devices == parsed.cpu_devices == 3
 

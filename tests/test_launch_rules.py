@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from meshloom.launch import group, progress_file, statuses
+from meshloom.launch import group, progress_file, statuses, target
 from meshloom.launch.progress_file import Report
 from meshloom.launch.restarts import Restarts
 from meshloom.launch.settings import Settings
@@ -275,7 +275,6 @@ def test_bad_input_after_progress_at_a_new_size_is_final():
     [
         ({"processes": 0}, "--processes must be at least 1, got 0"),
         ({"min_processes": 3}, "--min-processes is 3, more than --processes 2; it"),
-        ({"cpu_devices": 0}, "--cpu-devices must be at least 1, got 0"),
         ({"max_restarts": -1}, "--max-restarts must not be negative, got -1"),
         ({"stall_seconds": 0}, "--stall-seconds must be more than 0, got 0"),
         ({"grace_seconds": float("nan")}, "--grace-seconds must be more than 0"),
@@ -308,6 +307,6 @@ def test_ports_are_never_used_twice(monkeypatch):
         def getsockname(self):
             return ("127.0.0.1", next(ports))
 
-    monkeypatch.setattr(group.socket, "socket", Socket)
+    monkeypatch.setattr(target.socket, "socket", Socket)
     used: set[int] = set()
-    assert [group.free_port(used), group.free_port(used)] == [5, 6]
+    assert [target.free_port(used), target.free_port(used)] == [5, 6]

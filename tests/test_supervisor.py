@@ -14,6 +14,7 @@ from meshloom.launch.logs import Logs
 from meshloom.launch.settings import Settings
 from meshloom.launch.statuses import Ending
 from meshloom.launch.supervisor import Supervisor
+from meshloom.launch.targets.local import Local
 
 # They watch how much time passes.
 pytestmark = pytest.mark.processes
@@ -25,7 +26,8 @@ def test_a_job_that_nothing_happens_to(tmp_path):
     with Job(tmp_path, {"steps": 3, "child": True}, cpu_devices=2) as job:
         assert job.status() == 0
         assert job.said() == ["done at attempt 1"]
-        assert job.stdout == "attempt 1: worker 0 speaks\n"
+        shown = [f"{n} | attempt 1: worker {n} speaks" for n in (0, 1)]
+        assert sorted(job.stdout.splitlines()) == shown
         assert [event["event"] for event in job.events()] == ["start", "done"]
         first, second = job.seen()
     assert first["COORDINATOR"] == second["COORDINATOR"]
@@ -68,10 +70,11 @@ def test_any_death_restarts_all(what, worker, tmp_path):
         number = {"kill": 9, "abort": 6}.get(what, what)
         assert death["signal" if isinstance(what, str) else "status"] == number
         assert (restart["attempt"], again["attempt"]) == (2, 2)
-        assert again["port"] != start["port"]
-        assert job.stdout == "".join(
-            f"attempt {number}: worker 0 speaks\n" for number in (1, 2)
-        )
+        assert again["coordinator"] != start["coordinator"]
+        shown = [
+            f"{n} | attempt {a}: worker {n} speaks" for a in (1, 2) for n in (0, 1)
+        ]
+        assert sorted(job.stdout.splitlines()) == sorted(shown)
         other = 1 - worker
         dead, ended = (job.logs / f"worker-{n}.log" for n in (worker, other))
         assert notes(dead)[:2] == ["attempt 1, 2 processes", f"attempt 1: {reason}"]
@@ -130,7 +133,7 @@ def test_the_last_report_of_the_dead_counts(tmp_path):
         def endings(self, steps):
             return [Ending(0, 1, steps.get(0))] if self.has_ended else []
 
-    supervisor = Supervisor([], tmp_path, Settings(processes=1))
+    supervisor = Supervisor(Local([]), tmp_path, Settings(processes=1))
     with supervisor._logs:
         outcome = supervisor._watch_group(Group())  # type: ignore
     assert outcome.death == Ending(0, 1, 7)
@@ -153,7 +156,7 @@ def test_restarts_without_progress_are_limited_and_further_apart(tmp_path):
         for restart, start in zip(restarts, starts[1:], strict=True):
             # The times are rounded to milliseconds.
             assert start["time"] - restart["time"] >= restart["delay"] - 0.002
-        assert len({start["port"] for start in starts}) == 5
+        assert len({start["coordinator"] for start in starts}) == 5
         assert job.events()[-1]["event"] == "failed"
 
 

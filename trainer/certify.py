@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from ..launch import group, once
+from ..launch import once
+from ..launch.target import free_port
 from . import certificate, config_files, config_tree, metrics
 from .certify_meshes import Machine, Target, find_machine
 from .checkpoint import committed_steps
@@ -185,7 +186,7 @@ class Certify:
             f"--steps={self.steps}",
             f"--workdir={folder}",
         ]
-        envs = self.machine.environments(target, group.free_port(set()))
+        envs = self.machine.environments(target, free_port(set()))
         outcome = once.run(command, envs, folder / "logs", seconds=self.seconds)
         if outcome.is_bad_input:
             raise ValueError(f"mesh {target.text!r}: {outcome.reason}")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from ..launch import group
+from ..launch.targets import local
 from ..sharding import MeshSpec
 from ..sharding.mesh import AXES
 
@@ -64,12 +64,10 @@ class Machine:
     def environments(self, target: Target, port: int) -> list[dict[str, str]]:
         """What each process of a run is told."""
         each = target.devices // target.processes
-        envs = group.environment(
+        envs = local.environments(
             target.processes,
-            port=port,
-            attempt=1,
+            port,
             cpu_devices=each if self.platform == "cpu" else None,
-            reason="",
         )
         for number, env in enumerate(envs):
             if target.processes == 1:

@@ -1,9 +1,19 @@
 """`meshloom launch local`: a job of several processes on this machine, supervised."""
 
 import argparse
-import sys
+import os
 from collections.abc import Sequence
-from pathlib import Path
+
+from .. import flags
+from ..logs import Logs
+from ..target import (
+    Attempt,
+    Command,
+    Target,
+    job_environment,
+    local_host,
+    own_variables,
+)
 
 SUMMARY = (
     "run a command as several processes on this machine, and restart all of them when "
@@ -20,97 +30,41 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="go on with fewer, but not fewer than N, when a worker cannot come back; "
         "default: always all",
     )
-    parser.add_argument(
-        "--cpu-devices",
-        type=int,
-        metavar="N",
-        help="run on the CPU, with N devices in each process",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=5,
-        metavar="N",
-        help="how many may follow each other without progress; default: 5",
-    )
-    parser.add_argument(
-        "--stall-seconds",
-        type=float,
-        metavar="S",
-        help="restart after S seconds without progress; default: 90, or 15 times the "
-        "median between two reports if that is more",
-    )
-    parser.add_argument(
-        "--start-seconds",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="the same before the first step, which is compiled; default: 600",
-    )
-    parser.add_argument(
-        "--grace-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="for workers to save when told to stop; default: 60",
-    )
-    parser.add_argument(
-        "--logs", type=Path, metavar="DIR", help="default: logs in the run folder"
-    )
-    parser.add_argument(
-        "command",
-        nargs="+",
-        metavar="COMMAND",
-        help="of meshloom, after --, for instance -- train --steps 100",
-    )
+    flags.add_supervision(parser)
+    flags.add_command(parser)
 
 
 def launch(args: argparse.Namespace) -> int:
     """Runs a command of `meshloom` as every process of a job; the exit status."""
-    from ..settings import Settings
-    from ..supervisor import Supervisor
+    target = Local(flags.process(args), cpu_devices=flags.cpu_devices(args))
+    return flags.supervise(target, args, args.processes)
 
-    given = _flags_of(args.command)
-    cpu_devices = args.cpu_devices
-    if cpu_devices is None:
-        # The number of threads depends on it, and must be set before Python starts.
-        cpu_devices = given.cpu_devices
-    settings = Settings(
-        processes=args.processes,
-        min_processes=args.min_processes,
-        cpu_devices=cpu_devices,
-        max_restarts=args.max_restarts,
-        stall_seconds=args.stall_seconds,
-        start_seconds=args.start_seconds,
-        grace_seconds=args.grace_seconds,
+
+class Local(Target):
+    """Processes of this machine, each a child of the supervisor."""
+
+    def hosts(self, processes: int) -> list[str]:
+        return [local_host()] * processes
+
+    def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
+        hosts = self.hosts(attempt.processes)
+        job = {**os.environ, **self.environment(attempt)}
+        return [
+            Command(
+                f"worker {number}",
+                self.command,
+                {**job, **own_variables(number, hosts, logs)},
+            )
+            for number in range(attempt.processes)
+        ]
+
+
+def environments(
+    processes: int, port: int, *, cpu_devices: int | None = None
+) -> list[dict[str, str]]:
+    """What each process of a job that nobody supervises is told."""
+    hosts: Sequence[str] = [local_host()] * processes
+    job = job_environment(
+        Attempt(1, processes), f"127.0.0.1:{port}", hosts, cpu_devices=cpu_devices
     )
-    # -P: the folder we are in is no place to import from, as for the installed command.
-    command = [sys.executable, "-P", "-m", "meshloom.trainer.cli", *args.command]
-    folder = args.logs or _log_folder(args.command, given)
-    return Supervisor(command, folder, settings).run()
-
-
-def _flags_of(command: Sequence[str]) -> argparse.Namespace:
-    """What of the workers' command concerns us; its own parser checks the rest."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--workdir")
-    parser.add_argument("--config", action="append")
-    parser.add_argument("--cpu-devices")
-    known, _ = parser.parse_known_args(command)
-    count = known.cpu_devices
-    known.cpu_devices = int(count) if count and count.isdigit() else None
-    return known
-
-
-def _log_folder(command: Sequence[str], given: argparse.Namespace) -> Path:
-    """`logs` in the run folder of a training; for other commands runs/logs."""
-    if given.workdir is None:
-        if command[0] != "train":
-            return Path("runs", "logs")
-        return Path("runs", Path((given.config or ["default"])[-1]).stem, "logs")
-    if "://" in given.workdir:
-        raise ValueError(
-            f"the run folder {given.workdir} is not on this machine, but the "
-            "supervisor's logs must be. Name a folder for them with --logs."
-        )
-    return Path(given.workdir, "logs")
+    return [{**os.environ, **job, **own_variables(n, hosts)} for n in range(processes)]

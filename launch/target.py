@@ -1,0 +1,174 @@
+"""Where a job runs: the interface of the modules in targets/.
+
+Every target answers the same five questions. For one that is supervised (`Target`; this
+machine, mpirun, srun, ssh) it is `hosts`, `environment` and `start`; the supervisor
+follows what was started and stops it by SIGTERM, so nothing of that is written twice.
+One that hands the job to a scheduler and leaves it there (`Submitted`; sbatch, kubectl)
+has `follow` and `stop` of its own.
+"""
+
+import abc
+import dataclasses
+import os
+import random
+import socket
+from collections.abc import Mapping, Sequence
+
+from . import progress_file
+from .logs import Logs
+
+# Ports that the kernel gives to nobody by itself, on Linux.
+PORTS = range(20_000, 32_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One start of all processes of a job.
+
+    Attributes:
+      full_size: processes of the job when it is whole; None for as many as now.
+      reason: why the attempt before ended; "" for the first.
+    """
+
+    number: int
+    processes: int
+    full_size: int | None = None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What the supervisor runs on this machine; `name` is what messages call it."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+
+
+class Target(abc.ABC):
+    """Runs `command` as every process of a job.
+
+    Args:
+      cpu_devices: run on the CPU, with this many devices in each process.
+
+    Attributes:
+      most: processes that the hosts have room for; None for any number.
+    """
+
+    most: int | None = None
+
+    def __init__(self, command: Sequence[str], *, cpu_devices: int | None = None):
+        self.command, self.cpu_devices = tuple(command), cpu_devices
+        self._ports: set[int] = set()
+
+    @abc.abstractmethod
+    def hosts(self, processes: int) -> list[str]:
+        """The host of each process, by its number; the first is the coordinator's."""
+
+    @abc.abstractmethod
+    def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
+        """The commands that start the processes of an attempt."""
+
+    def environment(self, attempt: Attempt) -> dict[str, str]:
+        """What every process is told, beside what is there already."""
+        hosts = self.hosts(attempt.processes)
+        if set(hosts) == {local_host()}:
+            coordinator = f"127.0.0.1:{free_port(self._ports)}"
+        else:
+            coordinator = f"{hosts[0]}:{any_port(self._ports)}"
+        return job_environment(
+            attempt, coordinator, hosts, cpu_devices=self.cpu_devices
+        )
+
+
+class Submitted(abc.ABC):
+    """A job that a scheduler keeps."""
+
+    @abc.abstractmethod
+    def hosts(self) -> list[str]:
+        """The host of each process as far as it is known before the start."""
+
+    @abc.abstractmethod
+    def environment(self) -> dict[str, str]:
+        """What every process is told."""
+
+    @abc.abstractmethod
+    def start(self) -> str:
+        """Submits the job; returns its name there."""
+
+    @abc.abstractmethod
+    def follow(self, job: str) -> int:
+        """Shows the log of process 0 until the job has ended; its exit status."""
+
+    @abc.abstractmethod
+    def stop(self, job: str) -> None:
+        """Lets the job save and leave."""
+
+
+def job_environment(
+    attempt: Attempt,
+    coordinator: str,
+    hosts: Sequence[str] = (),
+    *,
+    cpu_devices: int | None = None,
+) -> dict[str, str]:
+    """The variables of a job; who is which process is still missing."""
+    job = {
+        "MESHLOOM_COORDINATOR": coordinator,
+        "MESHLOOM_NUM_PROCESSES": str(attempt.processes),
+        "MESHLOOM_ATTEMPT": str(attempt.number),
+        "MESHLOOM_FULL_PROCESSES": str(attempt.full_size or attempt.processes),
+        "MESHLOOM_RESTART_REASON": attempt.reason,
+    }
+    if hosts:
+        job["MESHLOOM_HOSTS"] = ",".join(hosts)
+    if "PYTHONUNBUFFERED" not in os.environ:
+        job["PYTHONUNBUFFERED"] = "1"  # a killed worker's last words are in its log
+    if cpu_devices is not None:
+        job["JAX_PLATFORMS"] = "cpu"
+        job["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
+        # Each device holds a thread of XLA's pool while it waits in a collective, and
+        # the pool has as many as cores: too few, and the workers wait for ever.
+        job["NPROC"] = str(max(4 * cpu_devices, os.cpu_count() or 1))
+    return job
+
+
+def own_variables(
+    number: int, hosts: Sequence[str], logs: Logs | None = None
+) -> dict[str, str]:
+    """What process `number` alone is told."""
+    host = hosts[number]
+    own = {
+        "MESHLOOM_PROCESS_ID": str(number),
+        "MESHLOOM_LOCAL_ID": str(hosts[:number].count(host)),
+        "MESHLOOM_LOCAL_COUNT": str(hosts.count(host)),
+    }
+    if logs is not None:
+        own[progress_file.VARIABLE] = str(logs.progress(number).absolute())
+    return own
+
+
+def local_host() -> str:
+    return socket.gethostname()
+
+
+def free_port(used: set[int]) -> int:
+    """A port that is free here and was given to no attempt before; added to `used`.
+
+    A late packet of an earlier attempt must not reach the new coordinator.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if port not in used:
+            used.add(port)
+            return port
+
+
+def any_port(used: set[int]) -> int:
+    """For a coordinator elsewhere: not tried, as if it is taken there, process 0 says
+    so, and the next attempt has another."""
+    port = random.SystemRandom().choice([p for p in PORTS if p not in used])
+    used.add(port)
+    return port
