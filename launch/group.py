@@ -48,7 +48,8 @@ class Worker:
     """One process of the job; `status` is None while it runs."""
 
     def __init__(self, number: int, command: Command, log: Path, heir: Heir):
-        self.number, self.name = number, command.name
+        self.number, self.name, self.host = number, command.name, command.host
+        self._stop_signal = command.stop_signal
         self.status: int | None = None
         self.was_told = False  # that it should end, by us
         self._heir = heir
@@ -78,7 +79,7 @@ class Worker:
     def ask_to_end(self) -> None:
         if self.poll() is None:
             self.was_told = True
-            self._process.terminate()
+            self._process.send_signal(self._stop_signal)
 
     def kill(self) -> None:
         if self.poll() is None:
@@ -116,9 +117,9 @@ class Group:
     def endings(self, steps: Mapping[int, int | None]) -> list[Ending]:
         """Of those that have ended; `steps` are the last by worker."""
         return [
-            Ending(worker.number, worker.status, self._step(worker, steps), worker.name)
-            for worker in self.workers
-            if worker.status is not None
+            Ending(w.number, w.status, self._step(w, steps), w.name, w.host)
+            for w in self.workers
+            if w.status is not None
         ]
 
     def _step(self, worker: Worker, steps: Mapping[int, int | None]) -> int | None:

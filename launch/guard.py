@@ -1,4 +1,4 @@
-"""Two small programs that leave no orphan, however the supervisor ends.
+"""Three small programs that leave no orphan, however the supervisor ends.
 
 `guard.py worker PARENT COMMAND...` asks the kernel to kill this process together with
 PARENT, which started it, and becomes COMMAND. Only Linux has that.
@@ -7,7 +7,11 @@ PARENT, which started it, and becomes COMMAND. Only Linux has that.
 process groups that are left when stdin ends: the children of workers, which the
 kernel's promise does not reach, and on other systems the workers.
 
-Both are run by path with `python -I -S`: they start at once, and nothing that the user
+`guard.py rank LOGS COMMAND...` is what mpirun and srun start in the place of each
+process of a job: it dies with what started it, sends its output to a log of its own in
+the folder LOGS, finds its number, says where to report progress, and becomes COMMAND.
+
+All are run by path with `python -I -S`: they start at once, and nothing that the user
 has installed can break them.
 """
 
@@ -16,17 +20,48 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+# What Open MPI, MPICH and Slurm call the number of a process: in the job, on its host.
+NUMBERS = {
+    "MESHLOOM_PROCESS_ID": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
+    "MESHLOOM_LOCAL_ID": (
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "SLURM_LOCALID",
+    ),
+}
 
 
 def worker(parent: int, command: list[str]) -> None:
+    _die_with_parent()
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.execvp(command[0], command)
+
+
+def rank(folder: str, command: list[str]) -> None:
+    _die_with_parent()
+    for variable, names in NUMBERS.items():
+        found = [os.environ[name] for name in names if name in os.environ]
+        if not found:
+            sys.exit(f"meshloom: no process number: none of {', '.join(names)} is set")
+        os.environ[variable] = found[0]
+    number = os.environ["MESHLOOM_PROCESS_ID"]
+    os.makedirs(folder, exist_ok=True)
+    log = os.path.join(folder, f"worker-{number}.log")
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    os.close(output)
+    os.environ["MESHLOOM_PROGRESS"] = os.path.join(folder, f"progress-{number}.json")
+    os.execvp(command[0], command)
+
+
+def _die_with_parent() -> None:
     if sys.platform == "linux":
         import ctypes
 
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
             sys.exit(f"guard: prctl: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.execvp(command[0], command)
 
 
 def heir() -> None:
@@ -46,5 +81,7 @@ def heir() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
         worker(int(sys.argv[2]), sys.argv[3:])
+    elif sys.argv[1] == "rank":
+        rank(sys.argv[2], sys.argv[3:])
     else:
         heir()

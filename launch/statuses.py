@@ -4,6 +4,7 @@
 |---|---|---|
 | 0 | done | waits for the others; done when all are |
 | 2 | input that a person must mend | ends the group, no restart |
+| 69 | its host cannot be reached, or no more (ssh) | ends the group, restarts |
 | 75 | preempted: saved and left on SIGTERM | lets the others save, restarts |
 | 76 | its own watchdog ended it | ends the group, restarts |
 | any other, or a signal | a death | ends the group, restarts |
@@ -21,10 +22,11 @@ import dataclasses
 import signal
 from collections.abc import Iterable, Sequence
 
-DONE, GAVE_UP, BAD_INPUT, PREEMPTED, WATCHDOG = 0, 1, 2, 75, 76
+DONE, GAVE_UP, BAD_INPUT, UNREACHABLE, PREEMPTED, WATCHDOG = 0, 1, 2, 69, 75, 76
 
 MEANINGS = {
     BAD_INPUT: "bad input",
+    UNREACHABLE: "its host cannot be reached",
     PREEMPTED: "preempted",
     WATCHDOG: "its watchdog saw no progress",
 }
@@ -38,16 +40,19 @@ class Ending:
       status: as `subprocess` gives it; negative for a signal.
       step: the last that the worker reported, if any.
       name: what messages call it; "" for its number.
+      host: where it ran, if that was elsewhere.
     """
 
     worker: int
     status: int
     step: int | None = None
     name: str = ""
+    host: str = ""
 
     def __str__(self) -> str:
         where = "" if self.step is None else f" at step {self.step}"
         who = self.name or f"worker {self.worker}"
+        who += f" on {self.host}" * bool(self.host)
         return f"{who} {_words(self.status)}{where}"
 
 
@@ -79,6 +84,7 @@ def cause(endings: Iterable[Ending]) -> Ending | None:
 def _rank(ending: Ending) -> tuple[int, int]:
     order: Sequence[bool] = (
         ending.status < 0 and ending.status != -signal.SIGABRT,
+        ending.status == UNREACHABLE,
         ending.status == BAD_INPUT,
         ending.status == WATCHDOG,
         ending.status == PREEMPTED,

@@ -11,14 +11,19 @@ import abc
 import dataclasses
 import os
 import random
+import signal
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from . import progress_file
 from .logs import Logs
 
 # Ports that the kernel gives to nobody by itself, on Linux.
 PORTS = range(20_000, 32_000)
+# Variables that processes on other hosts are given too, where they are set here.
+CARRIED = ("MESHLOOM_", "JAX_", "XLA_", "LIBTPU_", "NCCL_", "TPU_", "GLOO_")
+CARRIED_WHOLE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NPROC", "PYTHONUNBUFFERED")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +43,19 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What the supervisor runs on this machine; `name` is what messages call it."""
+    """What the supervisor runs on this machine.
+
+    Attributes:
+      name: what messages call it, and its log.
+      stop_signal: makes its processes save and leave.
+      host: where its process runs, if that is elsewhere.
+    """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
+    stop_signal: signal.Signals = signal.SIGTERM
+    host: str = ""
 
 
 class Target(abc.ABC):
@@ -146,6 +159,30 @@ def own_variables(
     if logs is not None:
         own[progress_file.VARIABLE] = str(logs.progress(number).absolute())
     return own
+
+
+def carried(env: Mapping[str, str], also: Sequence[str] = ()) -> list[str]:
+    """The names of the variables that processes on other hosts must have.
+
+    Args:
+      also: names that the user asks for.
+    """
+    if missing := [name for name in also if name not in env]:
+        raise ValueError(
+            f"--env {missing[0]}: this variable is not set here. Set it before the "
+            "launch; its value is not given on a command line, where others see it."
+        )
+    return sorted(
+        name
+        for name in env
+        if name.startswith(CARRIED) or name in CARRIED_WHOLE or name in also
+    )
+
+
+def rank_command(command: Sequence[str], logs: Logs, python: str) -> list[str]:
+    """What another program starts in the place of each process of a job."""
+    guard = str(Path(__file__).with_name("guard.py"))
+    return [python, "-I", "-S", guard, "rank", str(logs.folder.absolute()), *command]
 
 
 def local_host() -> str:

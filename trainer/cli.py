@@ -289,13 +289,14 @@ def _add_report(commands) -> None:
 
 
 def _add_launch(commands) -> None:
-    from ..launch.targets import local
+    from ..launch.targets import local, mpi, ssh
 
     parser = commands.add_parser(
         "launch", help="start the processes of a job, and bring them back"
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    local.add_flags(_command(actions, "local", local.launch, local.SUMMARY))
+    for name, target in {"local": local, "mpi": mpi, "ssh": ssh}.items():
+        target.add_flags(_command(actions, name, target.launch, target.SUMMARY))
 
 
 def _train(args) -> int | None:

@@ -1,5 +1,8 @@
 """Being told to leave: the first SIGTERM asks a run to save, the second ends it.
 
+SIGUSR1 is taken for SIGTERM: Open MPI's mpirun passes it on to every process, and kills
+all of them where it is told to end itself.
+
 A scheduler sends SIGTERM to one process or to all, at any moment. All processes of a
 job must save at the same step, so jax's own agreement is used where there are several:
 its notice begins with the handler of SIGTERM that jax installs. Ours stands in front of
@@ -23,6 +26,7 @@ from jax.experimental import multihost_utils
 # Within this time a second signal is the first one again: GNU timeout sends each twice,
 # and schedulers may signal every process of a job.
 REPEAT_SECONDS = 1.0
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preempted(Exception):
@@ -35,7 +39,7 @@ class Preempted(Exception):
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[int], bool]]:
-    """Takes SIGTERM; gives a function of the step that says whether to leave after it.
+    """Takes the signals; gives a function of the step: whether to leave after it.
 
     It must be called after every step, with the same steps in all processes of a job,
     and is true at the same step in all of them. Only for the main thread.
@@ -47,7 +51,7 @@ def listening() -> Iterator[Callable[[int], bool]]:
     thread = threading.Thread(
         target=_listen, args=(reader, told, notice), name="preemption", daemon=True
     )
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread.start()
 
@@ -60,7 +64,8 @@ def listening() -> Iterator[Callable[[int], bool]]:
         yield should_leave
     finally:
         signal.set_wakeup_fd(fd_before)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         os.close(writer)
         thread.join()
         os.close(reader)
@@ -69,7 +74,7 @@ def listening() -> Iterator[Callable[[int], bool]]:
 def _listen(reader: int, told: threading.Event, notice: Callable | None) -> None:
     first = None
     while number := os.read(reader, 1):
-        if number[0] != signal.SIGTERM:
+        if number[0] not in SIGNALS:
             continue  # of another handler in Python
         now = time.monotonic()
         if first is None:
@@ -77,9 +82,10 @@ def _listen(reader: int, told: threading.Event, notice: Callable | None) -> None
             told.set()
             if notice is not None:
                 notice(signal.SIGTERM)
-            _say("SIGTERM: saving after this step, then leaving; another ends at once")
+            name = signal.Signals(number[0]).name
+            _say(f"{name}: saving after this step, then leaving; another ends at once")
         elif now - first > REPEAT_SECONDS:
-            _say("second SIGTERM: ending at once")
+            _say(f"second {signal.Signals(number[0]).name}: ending at once")
             os._exit(128 + signal.SIGTERM)
 
 

@@ -1,0 +1,199 @@
+"""`meshloom launch mpi`: the processes of a job started by mpirun, supervised."""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import flags
+from ..logs import Logs
+from ..target import Attempt, Command, Target, carried, local_host, rank_command
+
+SUMMARY = (
+    "run a command as several processes by mpirun (Open MPI or MPICH), and restart all "
+    "of them when one dies or they get stuck"
+)
+# "host slots=4 max_slots=8" is Open MPI's way, "host:4" MPICH's; a bare host has one.
+HOST = re.compile(r"(?P<host>[^\s:#]+)(?::(?P<mpich>\d+))?(?:\s+(?P<rest>.*))?")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="default: one for each slot of the hostfile",
+    )
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="the hosts and their slots, in the form of either MPI; default: this "
+        "machine alone",
+    )
+    parser.add_argument(
+        "--mpirun", default="mpirun", metavar="PATH", help="default: mpirun"
+    )
+    parser.add_argument(
+        "--mpi-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more option of mpirun, such as --mpi-option=--report-bindings; may "
+        "be repeated",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable that processes on other hosts get too; may be repeated. "
+        "Those of jax, XLA, NCCL and Meshloom always are.",
+    )
+    flags.add_supervision(parser)
+    flags.add_command(parser)
+
+
+def launch(args: argparse.Namespace) -> int:
+    slots = [] if args.hostfile is None else read_hostfile(args.hostfile)
+    processes = args.processes if args.processes is not None else len(slots)
+    if not processes:
+        raise ValueError("--processes is needed where no --hostfile is given")
+    target = Mpi(
+        flags.process(args),
+        slots,
+        flavour=find_flavour(args.mpirun),
+        mpirun=args.mpirun,
+        options=args.mpi_option,
+        env=args.env,
+        cpu_devices=flags.cpu_devices(args),
+    )
+    if slots and processes > len(slots):
+        raise ValueError(
+            f"--processes is {processes}, but {args.hostfile} has room for "
+            f"{len(slots)}. Add hosts or slots to it."
+        )
+    return flags.supervise(target, args, processes)
+
+
+class Mpi(Target):
+    """One mpirun that starts all processes.
+
+    Args:
+      slots: the host of each slot, in the order in which mpirun fills them; empty for
+        this machine alone.
+      flavour: "openmpi" or "mpich".
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        slots: Sequence[str] = (),
+        *,
+        flavour: str,
+        mpirun: str = "mpirun",
+        options: Sequence[str] = (),
+        env: Sequence[str] = (),
+        cpu_devices: int | None = None,
+    ):
+        super().__init__(command, cpu_devices=cpu_devices)
+        self._slots, self._flavour, self._mpirun = tuple(slots), flavour, mpirun
+        self._options, self._env = tuple(options), tuple(env)
+        self.most = len(slots) or None
+
+    def hosts(self, processes: int) -> list[str]:
+        if not self._slots:
+            return [local_host()] * processes
+        return list(self._slots[:processes])
+
+    def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
+        env = {**os.environ, **self.environment(attempt)}
+        hosts = self.hosts(attempt.processes)
+        counts = {hosts.count(host) for host in hosts}
+        if len(counts) == 1:
+            env["MESHLOOM_LOCAL_COUNT"] = str(counts.pop())
+        names = carried(env, self._env)
+        spell = self._openmpi if self._flavour == "openmpi" else self._mpich
+        argv = [
+            *(self._mpirun, *spell(attempt.processes, names, logs), *self._options),
+            *rank_command(self.command, logs, sys.executable),
+        ]
+        # Open MPI's mpirun passes this one on, and kills everybody on SIGTERM.
+        return [Command("mpirun", argv, env, signal.SIGUSR1)]
+
+    def _openmpi(self, processes: int, names: Sequence[str], logs: Logs) -> list[str]:
+        options = ["-n", str(processes), "--bind-to", "none"]
+        for name in names:
+            options += ["-x", name]
+        if not self._slots:  # as many as were asked for, not as many as cores
+            return [*options, "--oversubscribe"]
+        hostfile = self._write_hostfile(logs, "{host} slots={count}\n")
+        return [*options, "--map-by", "slot", "--hostfile", str(hostfile)]
+
+    def _mpich(self, processes: int, names: Sequence[str], logs: Logs) -> list[str]:
+        options = ["-n", str(processes), "-bind-to", "none"]
+        options += ["-genvlist", ",".join(names)]
+        if not self._slots:
+            return options
+        return [*options, "-f", str(self._write_hostfile(logs, "{host}:{count}\n"))]
+
+    def _write_hostfile(self, logs: Logs, line: str) -> Path:
+        """The hosts in this MPI's own way."""
+        path = logs.folder / "hostfile"
+        counts = {host: self._slots.count(host) for host in self._slots}
+        lines = (line.format(host=host, count=n) for host, n in counts.items())
+        path.write_text("".join(lines))
+        return path.absolute()
+
+
+def read_hostfile(path: Path) -> list[str]:
+    """The host of each slot."""
+    slots: list[str] = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        line = text.split("#")[0].strip()
+        if not line:
+            continue
+        found = HOST.fullmatch(line)
+        words = dict(re.findall(r"(\S+?)\s*=\s*(\S+)", (found and found["rest"]) or ""))
+        count = (found and found["mpich"]) or words.get("slots", "1")
+        if not found or not count.isdigit() or not int(count):
+            raise ValueError(
+                f"{path}, line {number}: {text.strip()!r} is no host; expected "
+                "'HOST slots=N' or 'HOST:N'"
+            )
+        if found["host"] in slots:
+            raise ValueError(
+                f"{path}, line {number}: host {found['host']} is there twice. Write "
+                "one line for each host, with all its slots."
+            )
+        slots += [found["host"]] * int(count)
+    if not slots:
+        raise ValueError(f"hostfile {path} names no host")
+    return slots
+
+
+def find_flavour(mpirun: str) -> str:
+    """Which MPI a command belongs to, by its own words."""
+    if shutil.which(mpirun) is None:
+        raise ValueError(
+            f"{mpirun}: command not found. Install Open MPI or MPICH, or name the "
+            "command with --mpirun."
+        )
+    found = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, timeout=60
+    )
+    words = (found.stdout + found.stderr).lower()
+    if "open mpi" in words or "openrte" in words or "open-mpi" in words:
+        return "openmpi"
+    if "hydra" in words or "mpich" in words or "intel(r) mpi" in words:
+        return "mpich"
+    first = (words.strip().splitlines() or ["nothing"])[0]
+    raise ValueError(
+        f"{mpirun} --version says {first!r}, which is neither Open MPI nor MPICH. Name "
+        "one of these with --mpirun."
+    )

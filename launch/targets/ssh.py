@@ -1,0 +1,136 @@
+"""`meshloom launch ssh`: the processes of a job on a list of hosts, no scheduler."""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import flags
+from ..logs import Logs
+from ..target import Attempt, Command, Target, carried, local_host, own_variables
+
+SUMMARY = (
+    "run a command on a list of hosts by ssh, and restart all processes when one dies, "
+    "gets stuck, or its host is gone"
+)
+REMOTE = Path(__file__).parent.with_name("remote.py")
+# Never ask for a password; notice within 15 s that a host is gone.
+OPTIONS = (
+    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hosts",
+        required=True,
+        metavar="A,B,...",
+        help="names that all of these hosts know; process 0 runs on the first",
+    )
+    parser.add_argument(
+        "--processes-per-host", type=int, default=1, metavar="N", help="default: 1"
+    )
+    parser.add_argument(
+        "--ssh",
+        default="ssh",
+        metavar="COMMAND",
+        help="with options of your own, such as --ssh 'ssh -p 2222 -l me'",
+    )
+    parser.add_argument(
+        "--silence-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="after which a host that hears nothing of us ends its processes; "
+        "default: 30",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable that processes on other hosts get too; may be repeated. "
+        "Those of jax, XLA, NCCL and Meshloom always are.",
+    )
+    flags.add_supervision(parser)
+    flags.add_command(parser)
+
+
+def launch(args: argparse.Namespace) -> int:
+    hosts = args.hosts.split(",")
+    if not all(hosts) or len(set(hosts)) < len(hosts):
+        raise ValueError(
+            f"--hosts is {args.hosts!r}; expected different names, such as --hosts a,b"
+        )
+    if args.processes_per_host < 1:
+        raise ValueError(
+            f"--processes-per-host must be at least 1, got {args.processes_per_host}"
+        )
+    ssh = shlex.split(args.ssh)
+    if not ssh or shutil.which(ssh[0]) is None:
+        raise ValueError(f"--ssh {args.ssh!r}: command not found")
+    target = Ssh(
+        flags.process(args),
+        [host for host in hosts for _ in range(args.processes_per_host)],
+        ssh=ssh,
+        silence=args.silence_seconds,
+        env=args.env,
+        cpu_devices=flags.cpu_devices(args),
+    )
+    return flags.supervise(target, args, target.most)
+
+
+class Ssh(Target):
+    """Processes that live as long as our ssh to their host does.
+
+    Meshloom must be installed in the same place on every host, as on a shared file
+    system or from one image.
+
+    Args:
+      slots: the host of each process.
+    """
+
+    most: int
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        slots: Sequence[str],
+        *,
+        ssh: Sequence[str] = ("ssh",),
+        silence: float = 30.0,
+        env: Sequence[str] = (),
+        cpu_devices: int | None = None,
+    ):
+        super().__init__(command, cpu_devices=cpu_devices)
+        self._slots, self._ssh, self._silence = tuple(slots), tuple(ssh), silence
+        self._env = tuple(env)
+        self.most = len(slots)
+
+    def hosts(self, processes: int) -> list[str]:
+        return list(self._slots[:processes])
+
+    def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
+        hosts = self.hosts(attempt.processes)
+        job = {**os.environ, **self.environment(attempt)}
+        return [
+            self._command(number, host, {**job, **own_variables(number, hosts, logs)})
+            for number, host in enumerate(hosts)
+        ]
+
+    def _command(self, number: int, host: str, env: dict[str, str]) -> Command:
+        name = f"worker {number}"
+        if host == local_host():
+            return Command(name, self.command, env, host=host)
+        far = shlex.join([sys.executable, "-I", "-S", str(REMOTE), "far"])
+        names = ",".join(carried(env, self._env))
+        argv = [
+            *(sys.executable, "-I", "-S", str(REMOTE), "near", host),
+            *(str(self._silence), names, *self.command, "--"),
+            *(*self._ssh, *OPTIONS, host, far),
+        ]
+        return Command(name, argv, env, host=host)

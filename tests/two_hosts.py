@@ -1,0 +1,129 @@
+"""Two hosts on one machine: network namespaces with names and addresses of their own.
+
+They are joined by a veth pair, and share the file system but for /etc/hosts. Nothing
+leaves the machine. At the end every process in the namespaces is killed and they are
+removed, whatever the test did. Needs root and iproute2.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ADDRESSES = {"0": "10.77.13.1", "1": "10.77.13.2"}
+
+
+class Host:
+    """One of the two."""
+
+    def __init__(self, name: str, address: str):
+        self.name, self.address = name, address
+
+    def argv(self, command: Sequence[str]) -> list[str]:
+        """Runs a command as if on this host."""
+        rename = 'hostname "$0" && exec "$@"'
+        inside = ["unshare", "--uts", "sh", "-c", rename, self.name, *command]
+        return ["ip", "netns", "exec", self.name, *inside]
+
+    def run(self, command: Sequence[str], timeout: float, **kwargs):
+        return subprocess.run(
+            self.argv(command), timeout=timeout, capture_output=True, text=True, **kwargs
+        )
+
+    def start(self, command: Sequence[str], output: Path, env: Mapping | None = None):
+        with open(output, "wb") as file:
+            return subprocess.Popen(
+                self.argv(command),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    def pids(self) -> list[int]:
+        found = _run("ip", "netns", "pids", self.name)
+        return [int(line) for line in found.stdout.split()]
+
+    def cut_off(self) -> None:
+        _run("ip", "-n", self.name, "link", "set", "wire", "down")
+
+    def join(self) -> None:
+        _run("ip", "-n", self.name, "link", "set", "wire", "up")
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    tag = f"loom{os.getpid() % 10_000}x"
+    hosts = [Host(f"{tag}{n}", address) for n, address in ADDRESSES.items()]
+    a, b = hosts
+    folders = [Path("/etc/netns", host.name) for host in hosts]
+    lines = "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in hosts)
+    try:
+        for host, folder in zip(hosts, folders, strict=True):
+            _run("ip", "netns", "add", host.name)
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(lines)
+        _run(
+            *("ip", "link", "add", "wire", "netns", a.name, "type", "veth"),
+            *("peer", "name", "wire", "netns", b.name),
+        )
+        for host in hosts:
+            address = f"{host.address}/24"
+            _run("ip", "-n", host.name, "addr", "add", address, "dev", "wire")
+            _run("ip", "-n", host.name, "link", "set", "lo", "up")
+            _run("ip", "-n", host.name, "link", "set", "wire", "up")
+        yield a, b
+    finally:
+        for host, folder in zip(hosts, folders, strict=True):
+            if Path("/run/netns", host.name).exists():
+                _kill_all(host)
+                _run("ip", "netns", "del", host.name)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_all(host: Host) -> None:
+    deadline = time.monotonic() + 20
+    while pids := host.pids():
+        assert time.monotonic() < deadline, f"{pids} do not end"
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def ssh_daemon(host: Host, folder: Path) -> Iterator[list[str]]:
+    """A real sshd of its own on a host; gives the ssh command that it lets in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    key, host_key, config = folder / "key", folder / "host_key", folder / "sshd_config"
+    for path in (key, host_key):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path))
+    config.write_text(
+        f"Port 2222\nListenAddress {host.address}\nHostKey {host_key}\n"
+        f"AuthorizedKeysFile {key}.pub\nPidFile {folder / 'sshd.pid'}\n"
+        "StrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+        "PermitRootLogin prohibit-password\n"
+    )
+    Path("/run/sshd").mkdir(exist_ok=True)
+    daemon = host.start(
+        ["/usr/sbin/sshd", "-D", "-e", "-f", str(config)], folder / "sshd.log"
+    )
+    try:
+        yield [
+            *("ssh", "-p", "2222", "-i", str(key), "-o", "StrictHostKeyChecking=no"),
+            *("-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR"),
+        ]
+    finally:
+        os.killpg(daemon.pid, signal.SIGKILL)
+        daemon.wait()
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess:
+    found = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, f"{' '.join(argv)}: {found.stderr}"
+    return found
