@@ -1,0 +1,171 @@
+"""A job of Slurm's: its script, how it is submitted, followed and stopped."""
+
+import argparse
+import contextlib
+import importlib.resources
+import os
+import shlex
+import string
+import sys
+import time
+from pathlib import Path
+
+from .. import flags
+from ..logs import offer, say
+from ..masking import looks_secret
+from ..statuses import GAVE_UP
+from ..target import Submitted
+from . import slurm
+
+POLL_SECONDS = 2.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+ENDED += ("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED")
+
+
+class SlurmJob(Submitted):
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
+        self._logs = flags.log_folder(args).absolute()
+        if args.nodes is None or not args.nodes.isdigit() or not int(args.nodes):
+            raise ValueError(f"--nodes must be a number of nodes, got {args.nodes}")
+
+    def run(self) -> int:
+        if self._args.dry_run:
+            print(self.script(), end="")
+            return 0
+        job = self.start()
+        say(f"job {job} is submitted; its log is {self._log(job)}")
+        if self._args.detach:
+            return 0
+        try:
+            return self.follow(job)
+        except KeyboardInterrupt:
+            say(f"job {job} goes on; `scancel --signal=TERM --batch {job}` ends it")
+            raise
+
+    def hosts(self) -> list[str]:
+        return []  # Slurm chooses them
+
+    def environment(self) -> dict[str, str]:
+        """The variables that are written into the script."""
+        found = {}
+        for text in self._args.env:
+            name, equals, value = text.partition("=")
+            if equals and looks_secret(name):
+                raise ValueError(
+                    f"--env {name}=...: this looks like a secret, which the script "
+                    f"would show. Set it in your environment and pass --env {name}."
+                )
+            if not equals and name not in os.environ:
+                raise ValueError(f"--env {name}: this variable is not set here")
+            if equals:
+                found[name] = value
+        return found
+
+    def start(self) -> str:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        script = self._logs / "slurm.sh"
+        script.write_text(self.script())
+        return slurm.ask("sbatch", "--parsable", str(script)).split(";")[0]
+
+    def follow(self, job: str) -> int:
+        """Shows the job's log and changes of its state until it has ended."""
+        shown, before = 0, ""
+        while True:
+            found = slurm.facts(job)
+            state = found["JobState"]
+            if state != before:
+                where = f" on {found['NodeList']}" * (state == "RUNNING")
+                why = f" ({found['Reason']})" * (state == "PENDING")
+                say(f"job {job} is {state}{where}{why}")
+                before = state
+            with contextlib.suppress(FileNotFoundError):
+                shown = _show(self._log(job), shown)
+            if state.startswith(ENDED):
+                return _status(state, found["ExitCode"])
+            time.sleep(POLL_SECONDS)
+
+    def stop(self, job: str) -> None:
+        """Lets the supervisor on the first node have all processes save and leave."""
+        slurm.ask("scancel", "--signal=TERM", "--batch", job)
+
+    def script(self) -> str:
+        template = importlib.resources.files("meshloom.launch") / "templates/slurm.sh"
+        exports = [
+            f"export {name}={shlex.quote(value)}"
+            for name, value in self.environment().items()
+        ]
+        return string.Template(template.read_text()).substitute(
+            directives="\n".join(f"#SBATCH {option}" for option in self._directives()),
+            folder=shlex.quote(str(Path.cwd())),
+            exports="\n".join(exports) or "# --env adds variables here",
+            command=shlex.join(self._command()),
+        )
+
+    def _log(self, job: str) -> Path:
+        return self._logs / f"slurm-{job}.log"
+
+    def _directives(self) -> list[str]:
+        args = self._args
+        values = {**vars(args), "job_name": args.job_name or "meshloom"}
+        options = [
+            f"--{name.replace('_', '-')}={values[name]}"
+            for name in slurm.OF_THE_JOB
+            if values[name] is not None
+        ]
+        options.append(f"--ntasks-per-node={args.tasks_per_node}")
+        for name in ("gpus_per_node", "cpus_per_task"):
+            if values[name] is not None:
+                options.append(f"--{name.replace('_', '-')}={values[name]}")
+        early = int(args.grace_seconds) + slurm.SPARE_SECONDS
+        options += [
+            "--no-requeue" if args.no_requeue else "--requeue",
+            f"--signal=B:TERM@{early}",
+            "--open-mode=append",  # a job that comes back goes on with its log
+            f"--output={self._log('%j')}",
+        ]
+        passed = [text for text in args.env if "=" not in text]
+        if passed:
+            options.append(f"--export=ALL,{','.join(passed)}")
+        return [shlex.quote(option) for option in options + args.sbatch_option]
+
+    def _command(self) -> list[str]:
+        """The same command, for inside the job: without what the job is made of."""
+        args = self._args
+        command = [sys.executable, "-P", "-m", "meshloom.trainer.cli"]
+        command += ["launch", "slurm"]
+        for name in ("tasks_per_node", "gpus_per_node", "cpus_per_task"):
+            command += _given(args, name)
+        for name in ("container_image", "container_mounts", "cpu_devices"):
+            command += _given(args, name)
+        for name in ("max_restarts", "stall_seconds", "start_seconds", "grace_seconds"):
+            command += _given(args, name)
+        command += [f"--srun-option={option}" for option in args.srun_option]
+        command += ["--no-requeue"] * args.no_requeue
+        return [*command, f"--logs={self._logs}", "--", *args.command]
+
+
+def _given(args: argparse.Namespace, name: str) -> list[str]:
+    value = getattr(args, name)
+    return [] if value is None else [f"--{name.replace('_', '-')}={value}"]
+
+
+def _show(log: Path, shown: int) -> int:
+    """Passes on what is new in a log; returns how much of it was shown."""
+    with open(log, "rb") as file:
+        file.seek(shown)
+        while piece := file.read(4096):
+            while piece:
+                taken = offer(sys.stdout.fileno(), piece, seconds=60)
+                shown, piece = shown + taken, piece[taken:]
+    return shown
+
+
+def _status(state: str, exit_code: str) -> int:
+    """Of ours for a job that has ended in a state, with status:signal."""
+    status, _, number = exit_code.partition(":")
+    if int(status):
+        return int(status)
+    if int(number or 0):
+        return 128 + int(number)
+    return 0 if state == "COMPLETED" else GAVE_UP
