@@ -289,13 +289,14 @@ def _add_report(commands) -> None:
 
 
 def _add_launch(commands) -> None:
-    from ..launch.targets import local
+    from ..launch.targets import k8s, local
 
     parser = commands.add_parser(
         "launch", help="start the processes of a job, and bring them back"
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     local.add_flags(_command(actions, "local", local.launch, local.SUMMARY))
+    k8s.add_flags(_command(actions, "k8s", k8s.launch, k8s.SUMMARY))
 
 
 def _train(args) -> int | None:
