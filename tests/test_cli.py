@@ -41,6 +41,11 @@ FLAGS = {
     "launch local": {"--processes", "--min-processes", "--cpu-devices", "--logs"}
     | {"--max-restarts", "--stall-seconds", "--start-seconds", "--grace-seconds"}
     | {"COMMAND"},
+    "launch k8s": {"--name", "--image", "--namespace", "--hosts", "--slices", "--port"}
+    | {"--tpu-accelerator", "--tpu-topology", "--chips-per-host", "--gpus", "--queue"}
+    | {"--request", "--volume", "--env", "--secret-env", "--grace-seconds", "--form"}
+    | {"--max-restarts", "--runtime", "--no-network-policy", "--apply", "--delete"}
+    | {"--detach", "COMMAND"},
 }
 HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
 

@@ -22,6 +22,21 @@ output = io.StringIO()
 with contextlib.redirect_stdout(output):
     assert main(["config", "show", "--config", "llama3_8b"]) == 0
 assert "llama3_8b.gin" in output.getvalue()
+with contextlib.redirect_stdout(output):
+    argv = [
+        "launch",
+        "k8s",
+        "--name",
+        "a",
+        "--image",
+        "b",
+        "--hosts",
+        "2",
+        "--",
+        "train",
+    ]
+    assert main(argv) == 0
+assert "kind: JobSet" in output.getvalue()
 
 command = pathlib.Path(sys.executable).parent / "meshloom"
 subprocess.run([command, "train", "--dry-run"], check=True, timeout=120)

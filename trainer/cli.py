@@ -289,13 +289,14 @@ def _add_report(commands) -> None:
 
 
 def _add_launch(commands) -> None:
-    from ..launch.targets import local, mpi, ssh
+    from ..launch.targets import k8s, local, mpi, slurm, ssh
 
     parser = commands.add_parser(
         "launch", help="start the processes of a job, and bring them back"
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    for name, target in {"local": local, "mpi": mpi, "ssh": ssh}.items():
+    for target in (local, slurm, mpi, ssh, k8s):
+        name = target.__name__.rpartition(".")[2]
         target.add_flags(_command(actions, name, target.launch, target.SUMMARY))
 
 

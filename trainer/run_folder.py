@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from ..launch.masking import masked_command, masked_text
 from .config_tree import Change, diff, format_diff, read_run
 from .metrics import replace_text
 from .storage import checkpoints_of
@@ -139,7 +140,7 @@ def environment(mesh_sizes: Mapping[str, int]) -> dict[str, Any]:
 
     device = jax.devices()[0]
     return {
-        "command": shlex.join(["meshloom", *sys.argv[1:]]),
+        "command": shlex.join(["meshloom", *masked_command(sys.argv[1:])]),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         **{name: metadata.version(name) for name in (*PACKAGES, "meshloom")},
@@ -148,5 +149,5 @@ def environment(mesh_sizes: Mapping[str, int]) -> dict[str, Any]:
         "num_devices": jax.device_count(),
         "num_processes": jax.process_count(),
         "mesh": ", ".join(f"{k}={v}" for k, v in mesh_sizes.items() if v > 1) or "1",
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": masked_text(os.environ.get("XLA_FLAGS", "")),
     }

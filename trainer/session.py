@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 from rich.console import Console
 
+from ..launch.masking import masked_text
 from . import config_tree, distributed, loop, metrics, weights
 from .bad_steps import BadSteps, Rewind, give_up
 from .checkpoint import Checkpoints, committed_steps
@@ -214,7 +215,7 @@ class Session:
         config, data = self.setup.config, self.setup.train_data
         before = [row for row in self.ledger.read() if row["event"] == "start"]
         if reason := os.environ.get("MESHLOOM_RESTART_REASON"):
-            self.ledger.event("death", reason=reason)
+            self.ledger.event("death", reason=masked_text(reason))
         count = jax.process_count()
         if before and before[-1]["processes"] != count:
             self.ledger.event("resize", processes=count, before=before[-1]["processes"])

@@ -1,0 +1,176 @@
+"""A job for Kubernetes, as a person describes it: checked, and with what follows."""
+
+import dataclasses
+import math
+import re
+
+from ..masking import holds_password, looks_secret, masked_command
+
+FORMS = ("jobset", "trainjob")
+# Of a host's name in DNS; Kubernetes adds "-" and five letters to the name of a pod.
+LONGEST, SUFFIX = 63, 6
+TPU, GPU = "google.com/tpu", "nvidia.com/gpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run where.
+
+    Attributes:
+      command: arguments of `meshloom`.
+      hosts: processes of one slice; each has a host, and all of its accelerators.
+      tpu: (accelerator, topology) as GKE labels its nodes; None for no TPU.
+      devices: accelerators of a host.
+      requests: of other resources of a host, such as {"cpu": "8"}.
+      volumes: claims by the folder at which they are mounted.
+      env, secrets: variables, and (secret, key) of those that are never written here.
+      queue: of Kueue; "" for none.
+      max_restarts: None for 5; the runtime of a TrainJob has its own.
+      runtime: of a TrainJob.
+      is_fenced: a network policy lets only the job's own pods reach its ports.
+    """
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    hosts: int
+    slices: int = 1
+    tpu: tuple[str, str] | None = None
+    devices: int = 0
+    requests: dict[str, str] = dataclasses.field(default_factory=dict)
+    volumes: dict[str, str] = dataclasses.field(default_factory=dict)
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    secrets: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    namespace: str = "default"
+    queue: str = ""
+    grace_seconds: int = 120
+    max_restarts: int | None = None
+    port: int = 8476
+    form: str = "jobset"
+    runtime: str = "jax-distributed"
+    is_fenced: bool = True
+
+    def __post_init__(self):
+        self._check_numbers()
+        self._check_names()
+        self._check_secrets()
+        if self.form == "trainjob":
+            self._check_trainjob()
+
+    @property
+    def group(self) -> str:
+        """The replicated job; of a TrainJob, the one that its runtime has."""
+        return "node" if self.form == "trainjob" else "worker"
+
+    @property
+    def container(self) -> str:
+        return "node" if self.form == "trainjob" else "meshloom"
+
+    @property
+    def resource(self) -> str | None:
+        if not self.devices:
+            return None
+        return TPU if self.tpu else GPU
+
+    def _check_numbers(self) -> None:
+        least = {"hosts": 1, "slices": 1, "devices": 0, "grace_seconds": 1, "port": 1}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                found = getattr(self, name)
+                raise ValueError(
+                    f"{_flag(name)} must be at least {number}, got {found}"
+                )
+        if self.port > 65535:
+            raise ValueError(f"--port must be at most 65535, got {self.port}")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ValueError(
+                f"--max-restarts must not be negative, got {self.max_restarts}"
+            )
+        if self.tpu is None:
+            return
+        accelerator, topology = self.tpu
+        chips = chips_of(topology)
+        if self.hosts * self.devices != chips:
+            raise ValueError(
+                f"--tpu-topology {topology} of {accelerator} has {chips} chips, but "
+                f"{self.hosts} host(s) with {self.devices} chips have "
+                f"{self.hosts * self.devices}. Leave --hosts out, or set "
+                "--chips-per-host to what a node of the pool has."
+            )
+
+    def _check_names(self) -> None:
+        for flag in ("name", "namespace"):
+            if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", getattr(self, flag)):
+                raise ValueError(
+                    f"--{flag} is {getattr(self, flag)!r}; expected small letters, "
+                    "digits and -, beginning with a letter, as in a host's name"
+                )
+        longest = f"{self.name}-{self.group}-{self.slices - 1}-{self.hosts - 1}"
+        if (excess := len(longest) + SUFFIX - LONGEST) > 0:
+            raise ValueError(
+                f"--name {self.name} is too long: pods are called {longest}-abcde, and "
+                f"{LONGEST} letters are allowed. Shorten it by {excess}."
+            )
+        for name in (*self.env, *self.secrets):
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise ValueError(f"{name!r} is no name of a variable; expected A_NAME")
+        if both := sorted({*self.env} & {*self.secrets}):
+            raise ValueError(
+                f"{both[0]} is given by --env and by --secret-env; leave one out"
+            )
+        for folder in self.volumes:
+            if not folder.startswith("/"):
+                raise ValueError(
+                    f"--volume mounts at {folder!r}; expected a whole path, such as "
+                    "CLAIM:/checkpoints"
+                )
+        for name in self.requests:
+            if not re.fullmatch(r"[a-z][a-z0-9./-]*", name):
+                raise ValueError(
+                    f"--request of {name!r}; expected a resource, such as cpu=8"
+                )
+
+    def _check_secrets(self) -> None:
+        """The manifest is printed, stored and read by many."""
+        for name, value in self.env.items():
+            if value and (looks_secret(name) or holds_password(value)):
+                raise ValueError(
+                    f"--env {name} looks like a secret, and would stand in the "
+                    "manifest for all to read. Put it into a Secret of the cluster and "
+                    f"name it: --secret-env {name}=SECRET:KEY"
+                )
+        shown = masked_command(self.command)
+        for word, mask in zip(self.command, shown, strict=True):
+            if word != mask:
+                raise ValueError(
+                    f"the command has {mask!r}, which looks like a secret and would "
+                    "stand in the manifest for all to read. Let the run read it from "
+                    "a variable: --secret-env NAME=SECRET:KEY"
+                )
+
+    def _check_trainjob(self) -> None:
+        if self.slices > 1:
+            raise ValueError(
+                f"--slices is {self.slices}, but a TrainJob has one group of hosts; "
+                "use --form jobset"
+            )
+        if self.max_restarts is not None:
+            raise ValueError(
+                "--max-restarts cannot be said in a TrainJob: the failure policy is "
+                f"that of its runtime {self.runtime}. Leave it out, or use "
+                "--form jobset"
+            )
+
+
+def chips_of(topology: str) -> int:
+    """The number of chips of a topology such as 4x4 or 2x2x4."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
+        raise ValueError(
+            f"--tpu-topology is {topology!r}; expected two or three sizes, such as 4x4"
+        )
+    return math.prod(map(int, topology.split("x")))
+
+
+def _flag(name: str) -> str:
+    names = {"devices": "--gpus or --chips-per-host"}
+    return names.get(name, f"--{name.replace('_', '-')}")

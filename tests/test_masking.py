@@ -1,0 +1,112 @@
+"""Secrets stay out of what is written: by their names, and in a real run."""
+
+import json
+
+import pytest
+from tiny_runs import TINY, command, refused, train
+
+from meshloom.launch.masking import looks_secret, masked, masked_command, masked_text
+from meshloom.trainer import config_files, config_tree, run_folder
+from meshloom.trainer.train import Config
+
+SENTINEL = "s3ntinel-4711"
+
+
+@pytest.mark.parametrize(
+    "name",
+    "FAKE_API_KEY WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID HF_TOKEN "
+    "GITHUB_TOKEN DB_PASSWORD PGPASSWORD GOOGLE_APPLICATION_CREDENTIALS apiKey "
+    "service.api_key --api-key X-Goog-Signature".split(),
+)
+def test_names_of_secrets(name):
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    "XLA_FLAGS PATH MESHLOOM_COORDINATOR JAX_PLATFORMS tokens_per_s tokenizer "
+    "num_tokens keep_every data.TextFiles keyboard author".split(),
+)
+def test_names_that_hide_nothing(name):
+    assert not looks_secret(name)
+
+
+def test_no_setting_of_ours_is_taken_for_a_secret():
+    config = config_files.load([TINY], root=Config).config
+    assert [name for name in config_tree.flatten(config) if looks_secret(name)] == []
+
+
+def test_variables():
+    found = masked({"HF_TOKEN": "abc", "A": "https://me:pw@host/x", "B_KEY": ""})
+    assert found == {"HF_TOKEN": "***", "A": "https://***@host/x", "B_KEY": ""}
+
+
+def test_text():
+    text = "get https://me:pw@host/a?token=abc&x=1 with api_key=abc and steps=3"
+    assert masked_text(text) == (
+        "get https://***@host/a?token=***&x=1 with api_key=*** and steps=3"
+    )
+
+
+@pytest.mark.parametrize(
+    "given, shown",
+    [
+        ("--set service.api_key=abc --steps 3", "--set service.api_key=*** --steps 3"),
+        ("--set=service.api_key=abc --steps 3", "--set=service.api_key=*** --steps 3"),
+        ("--api-key abc --steps 3", "--api-key *** --steps 3"),
+        ("--api-key --steps 3", "--api-key --steps 3"),
+        ("--folder gs://u:pw@b/c --steps=3", "--folder gs://***@b/c --steps=3"),
+        (
+            "--config default --mesh data=2,fsdp=2",
+            "--config default --mesh data=2,fsdp=2",
+        ),
+    ],
+)
+def test_command_lines(given, shown):
+    assert masked_command(given.split()) == shown.split()
+
+
+def test_a_value_with_blanks_is_masked_to_its_end():
+    assert masked_command(["--env", "MY_KEY=a b 'c'"]) == ["--env", "MY_KEY=***"]
+
+
+# A real run.
+
+
+def test_nothing_secret_is_in_a_run_folder(tmp_path):
+    run = tmp_path / "run"
+    found = command(
+        *train(run, "--steps", "2", "--cpu-devices", "1", "--set", "eval_batches=0"),
+        env={
+            "FAKE_API_KEY": SENTINEL,
+            "WANDB_API_KEY": SENTINEL,
+            "HF_TOKEN": SENTINEL,
+            "MESHLOOM_RESTART_REASON": f"told by https://me:{SENTINEL}@host",
+        },
+    )
+    assert found.returncode == 0, found.stderr
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert {"environment.json", "config.json", "ledger.jsonl", "report.html"} <= {
+        path.name for path in files
+    }
+    assert SENTINEL not in found.stdout + found.stderr
+    assert [path for path in files if SENTINEL.encode() in path.read_bytes()] == []
+
+
+def test_the_recorded_command_has_no_secret(monkeypatch):
+    argv = ["meshloom", "train", "--set", f"x.api_key={SENTINEL}"]
+    monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=gs://me:{SENTINEL}@bucket")
+    found = run_folder.environment({"data": 1})
+    assert SENTINEL not in json.dumps(found)
+    assert found["command"] == "meshloom train --set 'x.api_key=***'"
+    assert found["xla_flags"] == "--xla_dump_to=gs://***@bucket"
+
+
+def test_a_config_with_a_secret_is_refused(capfd, tmp_path):
+    argv = train(tmp_path / "run", "--dry-run")
+    said = refused(
+        capfd, [*argv, "--set", f"checkpoint_folder='gs://me:{SENTINEL}@b/c'"]
+    )
+    assert SENTINEL not in said and "checkpoint_folder" in said
+    assert "environment variable" in said
