@@ -40,9 +40,8 @@ class Logs:
                 f"log folder {self.folder} is in use by another supervisor. Wait for "
                 "it, end it, or choose another folder with --logs."
             ) from None
-        # Bytes of each log that were shown, or were there before.
-        logs = self.folder.glob("*.log")
-        self._shown = {log.stem: log.stat().st_size for log in logs}
+        # Bytes of each log that were shown, or were there before; the logs of this job.
+        self._shown: dict[str, int] = {}
         self._pending = b""  # to be shown, and not taken yet
         return self
 
@@ -69,10 +68,11 @@ class Logs:
         """A line of our own in a log; the terminal is told in other words."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with open(self.of(name), "ab") as log:
+            self._shown.setdefault(name, log.tell())
             log.write(f"{NOTE} {now} {text} {NOTE}\n".encode())
 
     def show(self, seconds: float = 0) -> None:
-        """Passes on what was written to all logs, as far as the terminal takes it.
+        """Passes on what was written to the logs, as far as the terminal takes it.
 
         A terminal that is held, or a pipe that nobody reads, must not keep us from
         watching; what it does not take is shown later, and is in the logs.
@@ -83,24 +83,19 @@ class Logs:
                 if not taken:
                     return
                 self._pending = self._pending[taken:]
-            self._pending = b"".join(map(self._new_lines, self._names()))
+            self._pending = b"".join(map(self._new_lines, self._shown))
             if not self._pending:
                 return
 
-    def _names(self) -> list[str]:
-        """Of all logs, process 10 after process 9."""
-        names = (log.stem for log in self.folder.glob("*.log"))
-        return sorted(names, key=lambda name: (len(name), name))
-
     def _new_lines(self, name: str) -> bytes:
         """The next lines of a log that were not shown, each with its prefix."""
-        with open(self.folder / f"{name}.log", "rb") as log:
-            log.seek(self._shown.get(name, 0))
+        with open(self.of(name), "rb") as log:
+            log.seek(self._shown[name])
             piece = log.read(PIECE)
         if b"\n" not in piece and len(piece) < PIECE:
             return b""  # a line that is still being written
         end = piece.rfind(b"\n") + 1 or len(piece)
-        self._shown[name] = self._shown.get(name, 0) + end
+        self._shown[name] += end
         mark = _prefix(name)
         lines = (line for line in piece[:end].splitlines() if not is_note(line))
         return b"".join(mark + line + b"\n" for line in lines)
@@ -131,8 +126,8 @@ def is_note(line: bytes) -> bool:
 
 
 def _prefix(name: str) -> bytes:
-    """`0 | ` in a colour of its own for worker-0, where colours are welcome."""
-    number = name.removeprefix("worker-")
+    """`0 | ` in a colour of its own for worker 0, where colours are welcome."""
+    number = name.removeprefix("worker ")
     text = f"{number} | "
     if number.isdigit() and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         text = f"\033[{COLOURS[int(number) % len(COLOURS)]}m{text}\033[0m"

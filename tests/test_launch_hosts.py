@@ -43,7 +43,7 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path):
     def said(words: str):
         return lambda: words in output.read_text(errors="replace")
 
-    with two_hosts() as (a, b), ssh_daemon(b, tmp_path / "ssh") as ssh:
+    with two_hosts(tmp_path) as (a, b), ssh_daemon(b, tmp_path / "ssh") as ssh:
         job = a.start(
             [
                 *(MESHLOOM, "launch", "ssh", "--hosts", f"{a.name},{b.name}"),

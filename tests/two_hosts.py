@@ -7,31 +7,42 @@ removed, whatever the test did. Needs root and iproute2.
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-ADDRESSES = {"0": "10.77.13.1", "1": "10.77.13.2"}
+ADDRESSES = ("10.77.13.1", "10.77.13.2")
 
 
 class Host:
     """One of the two."""
 
-    def __init__(self, name: str, address: str):
-        self.name, self.address = name, address
+    def __init__(self, name: str, address: str, names: Path):
+        self.name, self.address, self._names = name, address, names
 
     def argv(self, command: Sequence[str]) -> list[str]:
         """Runs a command as if on this host."""
-        rename = 'hostname "$0" && exec "$@"'
-        inside = ["unshare", "--uts", "sh", "-c", rename, self.name, *command]
-        return ["ip", "netns", "exec", self.name, *inside]
+        enter = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
+        return [
+            *(
+                "nsenter",
+                f"--net=/run/netns/{self.name}",
+                "unshare",
+                "--uts",
+                "--mount",
+            ),
+            *("sh", "-c", enter, str(self._names), self.name, *command),
+        ]
 
     def run(self, command: Sequence[str], timeout: float, **kwargs):
         return subprocess.run(
-            self.argv(command), timeout=timeout, capture_output=True, text=True, **kwargs
+            self.argv(command),
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            **kwargs,
         )
 
     def start(self, command: Sequence[str], output: Path, env: Mapping | None = None):
@@ -57,33 +68,32 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    tag = f"loom{os.getpid() % 10_000}x"
-    hosts = [Host(f"{tag}{n}", address) for n, address in ADDRESSES.items()]
-    a, b = hosts
-    folders = [Path("/etc/netns", host.name) for host in hosts]
-    lines = "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in hosts)
+def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Args:
+    folder: for the file with their names.
+    """
+    tag, names = f"loom{os.getpid() % 10_000}x", folder / "hosts"
+    a, b = (Host(f"{tag}{n}", ip, names) for n, ip in enumerate(ADDRESSES))
+    known = "".join(f"{host.address} {host.name}\n" for host in (a, b))
+    names.write_text(f"127.0.0.1 localhost\n{known}")
     try:
-        for host, folder in zip(hosts, folders, strict=True):
+        for host in (a, b):
             _run("ip", "netns", "add", host.name)
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(lines)
         _run(
             *("ip", "link", "add", "wire", "netns", a.name, "type", "veth"),
             *("peer", "name", "wire", "netns", b.name),
         )
-        for host in hosts:
+        for host in (a, b):
             address = f"{host.address}/24"
             _run("ip", "-n", host.name, "addr", "add", address, "dev", "wire")
             _run("ip", "-n", host.name, "link", "set", "lo", "up")
             _run("ip", "-n", host.name, "link", "set", "wire", "up")
         yield a, b
     finally:
-        for host, folder in zip(hosts, folders, strict=True):
+        for host in (a, b):
             if Path("/run/netns", host.name).exists():
                 _kill_all(host)
                 _run("ip", "netns", "del", host.name)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill_all(host: Host) -> None:

@@ -103,7 +103,9 @@ def launch(args: argparse.Namespace) -> int:
 
 def _inside(args: argparse.Namespace, job: str) -> int:
     given = [name for name in OF_THE_JOB if getattr(args, name) is not None]
-    given += [n for n in ("env", "sbatch_option", "dry_run", "detach") if getattr(args, n)]
+    given += [
+        n for n in ("env", "sbatch_option", "dry_run", "detach") if getattr(args, n)
+    ]
     if given:
         raise ValueError(
             f"--{given[0].replace('_', '-')} is for a new job, but this is inside job "

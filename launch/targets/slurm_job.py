@@ -103,7 +103,7 @@ class SlurmJob(Submitted):
         )
 
     def _log(self, job: str) -> Path:
-        return self._logs / f"slurm-{job}.log"
+        return self._logs / f"slurm-{job}.out"
 
     def _directives(self) -> list[str]:
         args = self._args
