@@ -5,7 +5,9 @@ Needs root and Debian's slurmctld, slurmd, slurm-client and munge.
 
 import contextlib
 import os
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +16,13 @@ from two_hosts import Host
 
 
 @contextlib.contextmanager
-def slurm_cluster(a: Host, b: Host, folder: Path) -> Iterator[dict[str, str]]:
+def slurm_cluster(a: Host, b: Host) -> Iterator[dict[str, str]]:
     """Starts the daemons; gives the variables that Slurm's commands need on host a.
 
     They end with the namespaces they run in.
     """
-    folder.mkdir(parents=True)
+    # A short name: Slurm puts sockets there, whose paths have 108 characters at most.
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))
     conf = folder / "slurm.conf"
     conf.write_text(_conf((a, b), folder))
     munge = _munge(folder)
@@ -39,6 +42,9 @@ def slurm_cluster(a: Host, b: Host, folder: Path) -> Iterator[dict[str, str]]:
     finally:
         munge.kill()
         munge.wait()
+        for host in (a, b):  # they write into the folder
+            host.end()
+        shutil.rmtree(folder)
 
 
 def _conf(hosts: tuple[Host, Host], folder: Path) -> str:

@@ -21,6 +21,7 @@ class Host:
 
     def __init__(self, name: str, address: str, names: Path):
         self.name, self.address, self._names = name, address, names
+        self._started: list[subprocess.Popen] = []
 
     def argv(self, command: Sequence[str]) -> list[str]:
         """Runs a command as if on this host."""
@@ -47,7 +48,7 @@ class Host:
 
     def start(self, command: Sequence[str], output: Path, env: Mapping | None = None):
         with open(output, "wb") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.argv(command),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -55,10 +56,26 @@ class Host:
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
             )
+        self._started.append(process)
+        return process
 
     def pids(self) -> list[int]:
         found = _run("ip", "netns", "pids", self.name)
         return [int(line) for line in found.stdout.split()]
+
+    def end(self) -> None:
+        """Kills everything that runs here."""
+        deadline = time.monotonic() + 20
+        while pids := self.pids():
+            assert time.monotonic() < deadline, f"{pids} do not end"
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self._started:
+                process.poll()
+            time.sleep(0.1)
+        for process in self._started:
+            process.wait()
 
     def cut_off(self) -> None:
         _run("ip", "-n", self.name, "link", "set", "wire", "down")
@@ -92,23 +109,12 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     finally:
         for host in (a, b):
             if Path("/run/netns", host.name).exists():
-                _kill_all(host)
+                host.end()
                 _run("ip", "netns", "del", host.name)
 
 
-def _kill_all(host: Host) -> None:
-    deadline = time.monotonic() + 20
-    while pids := host.pids():
-        assert time.monotonic() < deadline, f"{pids} do not end"
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def ssh_daemon(host: Host, folder: Path) -> Iterator[list[str]]:
-    """A real sshd of its own on a host; gives the ssh command that it lets in."""
+def ssh_daemon(host: Host, folder: Path) -> list[str]:
+    """A real sshd of its own, which ends with its host; the command that it lets in."""
     folder.mkdir(parents=True, exist_ok=True)
     key, host_key, config = folder / "key", folder / "host_key", folder / "sshd_config"
     for path in (key, host_key):
@@ -120,17 +126,11 @@ def ssh_daemon(host: Host, folder: Path) -> Iterator[list[str]]:
         "PermitRootLogin prohibit-password\n"
     )
     Path("/run/sshd").mkdir(exist_ok=True)
-    daemon = host.start(
-        ["/usr/sbin/sshd", "-D", "-e", "-f", str(config)], folder / "sshd.log"
-    )
-    try:
-        yield [
-            *("ssh", "-p", "2222", "-i", str(key), "-o", "StrictHostKeyChecking=no"),
-            *("-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR"),
-        ]
-    finally:
-        os.killpg(daemon.pid, signal.SIGKILL)
-        daemon.wait()
+    host.start(["/usr/sbin/sshd", "-D", "-e", "-f", str(config)], folder / "sshd.log")
+    return [
+        *("ssh", "-p", "2222", "-i", str(key), "-o", "StrictHostKeyChecking=no"),
+        *("-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR"),
+    ]
 
 
 def _run(*argv: str) -> subprocess.CompletedProcess:
