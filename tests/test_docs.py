@@ -39,6 +39,7 @@ def run(script: str, folder: pathlib.Path) -> str:
     told = ("MAKE", "ARGS", "WORKERS")
     env = {k: v for k, v in os.environ.items() if not k.startswith(told)}
     env["PATH"] = f"{pathlib.Path(sys.executable).parent}:{env['PATH']}"
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
