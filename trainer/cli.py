@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cli_certify, cli_ckpt, cli_drill, cli_ledger
+from . import cli_certify, cli_ckpt, cli_doctor, cli_drill, cli_ledger
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_ledger.add(commands, _command)
     cli_drill.add(commands, _command)
     cli_certify.add(commands, _command, _add_config_flags)
+    cli_doctor.add(commands, _command, _add_config_flags)
     _add_launch(commands)
     return parser
 
