@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..launch.masking import masked_command
 from . import cli_certify, cli_ckpt, cli_doctor, cli_drill, cli_ledger
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str):
+        if message.startswith("unrecognized arguments"):
+            # A worker's stderr is kept in its log: a misspelled flag's key is not.
+            message = " ".join(masked_command(message.split(" ")))
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

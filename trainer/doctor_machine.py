@@ -39,7 +39,7 @@ def installed(distribution: str = "meshloom") -> Iterator[Finding]:
         if requirement is None or "extra ==" in line:
             continue
         name, least = requirement[1], requirement[2] or ""
-        remedy = f"pip install '{name}>={least}'"
+        remedy = f"pip install '{line}'"
         found = _installed(name)
         if found is None:
             yield Finding(name, "is not installed", "problem", remedy)
