@@ -38,6 +38,8 @@ FLAGS = {
     | {"--workdir"},
     "certify": {"--config", "--set", "--meshes", "--steps", "--save-at", "--drift"}
     | {"--run-seconds", "--workdir", "--json"},
+    "doctor": {"--config", "--set", "--workdir", "--address", "--interface", "--port"}
+    | {"--seconds", "--json"},
     "launch local": {"--processes", "--min-processes", "--cpu-devices", "--logs"}
     | {"--max-restarts", "--stall-seconds", "--start-seconds", "--grace-seconds"}
     | {"COMMAND"},

@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api import models
+from test_docs import blocks
 from tiny_runs import refused
 
 from meshloom.trainer.cli import main
@@ -174,6 +175,14 @@ def test_what_a_person_gives_stays_one_value(manifest, capsys):
     # Kubernetes reads $$ as $, and would replace $(HOME).
     assert variables(pod)["ODD"] == odd.replace("$", "$$")
     assert pod["containers"][0]["args"] == ["train", odd.replace("$", "$$")]
+
+
+def test_the_policy_of_the_page_is_the_one_that_is_written(manifest):
+    (shown,) = blocks("docs/kubernetes.md", "yaml")
+    document = yaml.safe_load(shown)
+    check(document)
+    written = only(manifest(*TPU), "NetworkPolicy")
+    assert written["spec"] == document["spec"]
 
 
 # What is refused.

@@ -7,6 +7,7 @@ from tiny_runs import TINY, command, refused, train
 
 from meshloom.launch.masking import looks_secret, masked, masked_command, masked_text
 from meshloom.trainer import config_files, config_tree, run_folder
+from meshloom.trainer.cli import main
 from meshloom.trainer.train import Config
 
 SENTINEL = "s3ntinel-4711"
@@ -103,10 +104,35 @@ def test_the_recorded_command_has_no_secret(monkeypatch):
     assert found["xla_flags"] == "--xla_dump_to=gs://***@bucket"
 
 
-def test_a_config_with_a_secret_is_refused(capfd, tmp_path):
-    argv = train(tmp_path / "run", "--dry-run")
-    said = refused(
-        capfd, [*argv, "--set", f"checkpoint_folder='gs://me:{SENTINEL}@b/c'"]
-    )
-    assert SENTINEL not in said and "checkpoint_folder" in said
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"service.api_key={SENTINEL}",
+        f"model.api_key='{SENTINEL}'",
+        f"checkpoint_folder='gs://me:{SENTINEL}@b/c'",
+        f"checkpoint_folder='https://me:{SENTINEL}@b/c'",
+    ],
+)
+def test_a_secret_flag_is_refused_and_not_repeated(value, capfd, tmp_path):
+    said = refused(capfd, train(tmp_path / "run", "--dry-run", "--set", value))
+    assert SENTINEL not in said and value.partition("=")[0] in said
     assert "environment variable" in said
+
+
+def test_a_secret_in_a_config_file_is_refused(capfd, tmp_path):
+    config = tmp_path / "secret.gin"
+    config.write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from meshloom.trainer import train\n"
+        f"train.Config.checkpoint_folder = 'gs://me:{SENTINEL}@b/c'\n"
+    )
+    argv = train(tmp_path / "run", "--dry-run", "--config", str(config))
+    said = refused(capfd, argv)
+    assert SENTINEL not in said and "config value checkpoint_folder" in said
+
+
+def test_an_unknown_flag_is_named_without_its_value(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--api-key", SENTINEL])
+    said = capfd.readouterr().err
+    assert "unrecognized arguments: --api-key ***" in said and SENTINEL not in said

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cli_certify, cli_ckpt, cli_drill, cli_ledger
+from ..launch.masking import masked_command
+from . import cli_certify, cli_ckpt, cli_doctor, cli_drill, cli_ledger
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str):
+        if message.startswith("unrecognized arguments"):
+            # A worker's stderr is kept in its log: a misspelled flag's key is not.
+            message = " ".join(masked_command(message.split(" ")))
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -90,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_ledger.add(commands, _command)
     cli_drill.add(commands, _command)
     cli_certify.add(commands, _command, _add_config_flags)
+    cli_doctor.add(commands, _command, _add_config_flags)
     _add_launch(commands)
     return parser
 

@@ -5,7 +5,6 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from ..launch.masking import holds_password, looks_secret
 from ..launch.statuses import PREEMPTED
 from . import config_files, config_tree
 
@@ -167,24 +166,7 @@ def _load(args: Namespace) -> config_files.Loaded:
     if args.mesh is not None:
         spec = MeshSpec.parse(args.mesh)
         loaded = config_files.override(loaded, "mesh", spec, "--mesh")
-    _refuse_secrets(loaded.config)
     return loaded
-
-
-def _refuse_secrets(config) -> None:
-    """A config is written into run folders, checkpoints and reports, where all read it.
-
-    It cannot be masked there: a run is continued, and compared, with what they hold.
-    """
-    for name, value in config_tree.flatten(config).items():
-        if not isinstance(value, str) or not value:
-            continue
-        if looks_secret(name.rpartition(".")[2]) or holds_password(value):
-            raise ValueError(
-                f"config value {name} holds a secret, by its name or as an address "
-                "with a password; expected none, as the config is written into the run "
-                "folder. Let the code read it from an environment variable or a file."
-            )
 
 
 def _without_devices(spec):

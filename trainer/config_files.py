@@ -21,7 +21,7 @@ import gin
 from gin import config as gin_config
 from gin import config_parser
 
-from . import config_modules, config_tree
+from . import config_modules, config_secrets, config_tree
 from .config_bindings import (
     Binding,
     Bindings,
@@ -209,9 +209,11 @@ def load(files: Sequence[str], sets: Sequence[str] = (), *, root: type) -> Loade
     for name in files:
         reader.read(name)
     for text in sets:
+        config_secrets.refuse_in_flag(text)
         reader.set(text)
     builder = Builder(reader.bindings)
     config = builder.build(root)
+    config_secrets.refuse(config)
     dropped = check_unused(reader.bindings, builder.used, config)
     return _complete(config, builder.origins, dropped)
 
