@@ -44,13 +44,13 @@ lint: $(DEV)
 types: $(DEV)
 	$(BIN)/pyright
 
-# The report is opened in a real browser. Only Debian's package is looked for.
-CHROMIUM := $(shell command -v chromium)
+# What tests use beside Python: a browser, a real Slurm, both MPIs, ssh, two hosts.
+DEBIAN := chromium slurmctld slurmd slurm-client munge openmpi-bin mpich \
+  openssh-server openssh-client iproute2
+MISSING = $(filter-out $(shell dpkg-query -W -f='$${db:Status-Status}:$${Package}\n' \
+  $(DEBIAN) 2>/dev/null | sed -n 's/^installed://p'),$(DEBIAN))
 tests: $(DEV)
-ifeq ($(CHROMIUM),)
-	apt-get update -qq
-	apt-get install -y -qq --no-install-recommends chromium
-endif
+	@test -z "$(MISSING)" || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MISSING))
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow and not processes' $(ARGS)
 	$(BIN)/python -m pytest -q -m 'processes and not slow' $(ARGS)
 

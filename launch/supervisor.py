@@ -15,6 +15,7 @@ from pathlib import Path
 from . import progress_file, statuses
 from .group import Group, Heir
 from .logs import Logs, last_line, say
+from .masking import masked_command
 from .restarts import Restarts
 from .settings import Settings
 from .stall import Watch
@@ -127,7 +128,7 @@ class Supervisor:
                 processes=size,
                 coordinator=commands[0].env.get("MESHLOOM_COORDINATOR"),
                 pids=[worker.pid for worker in group.workers],
-                command=self._target.command,
+                command=masked_command(self._target.command),
             )
             outcome = self._watch_group(group)
         finally:

@@ -15,6 +15,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import progress_file
 from .logs import Logs
@@ -99,23 +100,23 @@ class Submitted(abc.ABC):
 
     @abc.abstractmethod
     def hosts(self) -> list[str]:
-        """The host of each process as far as it is known before the start."""
+        """The host of each process, as far as that is known before the start."""
 
     @abc.abstractmethod
-    def environment(self) -> dict[str, str]:
-        """What every process is told."""
+    def environment(self) -> Any:
+        """What the processes are told, as this scheduler wants to have it."""
 
     @abc.abstractmethod
-    def start(self) -> str:
-        """Submits the job; returns its name there."""
+    def start(self) -> None:
+        """Submits the job."""
 
     @abc.abstractmethod
-    def follow(self, job: str) -> int:
+    def follow(self) -> int:
         """Shows the log of process 0 until the job has ended; its exit status."""
 
     @abc.abstractmethod
-    def stop(self, job: str) -> None:
-        """Lets the job save and leave."""
+    def stop(self) -> None:
+        """Lets the processes save, and ends the job."""
 
 
 def job_environment(

@@ -14,6 +14,8 @@ from meshloom.trainer.cli import main
 
 # A new flag is a decision: most settings belong into the config (--set).
 CONFIG_FLAGS = {"--config", "--set", "--mesh"}
+SUPERVISED = {"--cpu-devices", "--max-restarts", "--stall-seconds", "--start-seconds"}
+SUPERVISED |= {"--grace-seconds", "--logs", "COMMAND"}
 FLAGS = {
     "train": CONFIG_FLAGS
     | {"--workdir", "--steps", "--cpu-devices", "--dry-run", "--insist"},
@@ -40,9 +42,16 @@ FLAGS = {
     | {"--run-seconds", "--workdir", "--json"},
     "doctor": {"--config", "--set", "--workdir", "--address", "--interface", "--port"}
     | {"--seconds", "--json"},
-    "launch local": {"--processes", "--min-processes", "--cpu-devices", "--logs"}
-    | {"--max-restarts", "--stall-seconds", "--start-seconds", "--grace-seconds"}
-    | {"COMMAND"},
+    "launch local": SUPERVISED | {"--processes", "--min-processes"},
+    "launch mpi": SUPERVISED
+    | {"--processes", "--hostfile", "--mpirun", "--mpi-option", "--env"},
+    "launch ssh": SUPERVISED
+    | {"--hosts", "--processes-per-host", "--ssh", "--silence-seconds", "--env"},
+    "launch slurm": SUPERVISED
+    | {"--nodes", "--time", "--partition", "--account", "--qos", "--constraint"}
+    | {"--job-name", "--sbatch-option", "--srun-option", "--env", "--dry-run"}
+    | {"--detach", "--tasks-per-node", "--gpus-per-node", "--cpus-per-task"}
+    | {"--container-image", "--container-mounts", "--no-requeue"},
     "launch k8s": {"--name", "--image", "--namespace", "--hosts", "--slices", "--port"}
     | {"--tpu-accelerator", "--tpu-topology", "--chips-per-host", "--gpus", "--queue"}
     | {"--request", "--volume", "--env", "--secret-env", "--grace-seconds", "--form"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..logs import say
 from ..statuses import BAD_INPUT, DONE, GAVE_UP
+from ..target import Submitted
 from ..yaml_templates import fill
 from .k8s_job import Job
 
@@ -21,7 +22,7 @@ KINDS = {
 POLL_SECONDS = 5.0
 
 
-class Kubernetes:
+class Kubernetes(Submitted):
     """One job, started, followed and stopped through kubectl."""
 
     def __init__(self, job: Job):

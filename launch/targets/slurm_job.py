@@ -23,8 +23,10 @@ ENDED += ("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED")
 
 
 class SlurmJob(Submitted):
+    """A job that runs `meshloom launch slurm` on its first node."""
+
     def __init__(self, args: argparse.Namespace):
-        self._args = args
+        self._args, self._job = args, ""
         self._logs = flags.log_folder(args).absolute()
         if args.nodes is None or not args.nodes.isdigit() or not int(args.nodes):
             raise ValueError(f"--nodes must be a number of nodes, got {args.nodes}")
@@ -33,14 +35,14 @@ class SlurmJob(Submitted):
         if self._args.dry_run:
             print(self.script(), end="")
             return 0
-        job = self.start()
-        say(f"job {job} is submitted; its log is {self._log(job)}")
+        self.start()
+        say(f"job {self._job} is submitted; its log is {self._log(self._job)}")
         if self._args.detach:
             return 0
         try:
-            return self.follow(job)
+            return self.follow()
         except KeyboardInterrupt:
-            say(f"job {job} goes on; `scancel --signal=TERM --batch {job}` ends it")
+            say(f"job {self._job} goes on; `scancel {self._job}` ends it")
             raise
 
     def hosts(self) -> list[str]:
@@ -62,15 +64,15 @@ class SlurmJob(Submitted):
                 found[name] = value
         return found
 
-    def start(self) -> str:
+    def start(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
         script = self._logs / "slurm.sh"
         script.write_text(self.script())
-        return slurm.ask("sbatch", "--parsable", str(script)).split(";")[0]
+        self._job = slurm.ask("sbatch", "--parsable", str(script)).split(";")[0]
 
-    def follow(self, job: str) -> int:
+    def follow(self) -> int:
         """Shows the job's log and changes of its state until it has ended."""
-        shown, before = 0, ""
+        job, shown, before = self._job, 0, ""
         while True:
             found = slurm.facts(job)
             state = found["JobState"]
@@ -85,9 +87,9 @@ class SlurmJob(Submitted):
                 return _status(state, found["ExitCode"])
             time.sleep(POLL_SECONDS)
 
-    def stop(self, job: str) -> None:
-        """Lets the supervisor on the first node have all processes save and leave."""
-        slurm.ask("scancel", "--signal=TERM", "--batch", job)
+    def stop(self) -> None:
+        # Slurm tells all of them by SIGTERM, and kills them after its KillWait.
+        slurm.ask("scancel", self._job)
 
     def script(self) -> str:
         template = importlib.resources.files("meshloom.launch") / "templates/slurm.sh"
