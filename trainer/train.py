@@ -189,6 +189,7 @@ def train(
     """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
+    distributed.connect()
     distributed.agree("config digest", int(config_tree.digest(config)[:7], 16))
     with contextlib.ExitStack() as held:
         with distributed.all_or_none():
