@@ -19,9 +19,10 @@ def train(args: Namespace) -> int | None:
     if args.cpu_devices is not None:
         _use_cpu(args.cpu_devices)
     distributed.initialize()
-    loaded = _load(args)
-    if args.steps is not None:
-        loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+    with distributed.all_or_none():
+        loaded = _load(args)
+        if args.steps is not None:
+            loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
     loaded = _with_fewer_processes(loaded, jax.process_count())
     workdir = args.workdir or Path("runs") / Path(_names(args)[-1]).stem
     _use_compilation_cache()

@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..launch import gpus, meeting
@@ -19,7 +20,11 @@ WAIT_SECONDS = 600.0
 # Once all have met, jax has nobody to wait for; it aborts a process that waits longer.
 CONNECT_SECONDS = 120
 HOST_KEY = "meshloom/host"  # in jax's store, where each process says where it is
+ANSWER_MS = 60_000  # for process 0 to read and judge what all have said
 _BARRIERS = itertools.count()  # all processes meet in the same order
+_QUESTIONS = itertools.count()
+
+Report = dict[str, Any]
 
 
 def initialize() -> None:
@@ -126,21 +131,54 @@ def all_or_none() -> Iterator[None]:
     """A block that ends well in every process of the job, or with an error in each.
 
     A process that gives up alone leaves the others waiting in their next collective.
-    Every process must come here, and the block must hold no collective of its own.
+    Every process must come here, and the block must hold no collective of its own. It
+    needs none itself: processes that differ in devices can meet here too.
     """
     error = None
     try:
         yield
     except Exception as raised:
         error = raised
-    failed = [p for p, flag in enumerate(_gather(error is not None)) if flag]
+    failed = consult("ready", {"failed": error is not None}, _failures)["processes"]
     if error is not None:
         raise error
     if failed:
         raise ValueError(
-            f"process {failed[0]} of this job cannot start; it says why. Mend that and "
+            f"{name(failed[0])} of this job cannot start; it says why. Mend that and "
             "start all processes again."
         )
+
+
+def _failures(reports: list[Report]) -> Report:
+    return {"processes": [p for p, report in enumerate(reports) if report["failed"]]}
+
+
+def consult(
+    what: str,
+    report: Report,
+    judge: Callable[[list[Report]], Report],
+    seconds: float = WAIT_SECONDS,
+) -> Report:
+    """Process 0 hears the report of each process; all get what it makes of them.
+
+    By jax's store and not by devices, so that processes can speak whose devices or
+    programs differ. Reports and answers are JSON; nothing is unpickled.
+    """
+    import jax
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return judge([report])  # without a device, which may take long to start
+    key = f"meshloom/{next(_QUESTIONS)} {what}"
+    store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(report))
+    wait_for_all(what, seconds)
+    if jax.process_index() == 0:
+        said = (
+            store().blocking_key_value_get(f"{key}/{process}", ANSWER_MS)
+            for process in range(jax.process_count())
+        )
+        answer = json.dumps(judge([json.loads(text) for text in said]))
+        store().key_value_set(f"{key}/answer", answer)
+    return json.loads(store().blocking_key_value_get(f"{key}/answer", ANSWER_MS))
 
 
 def agree(what: str, value: int) -> int:

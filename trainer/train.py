@@ -10,7 +10,16 @@ from etils import epath
 from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
-from . import config_tree, distributed, loop, metrics, sampling, storage, weights
+from . import (
+    config_tree,
+    distributed,
+    loop,
+    metrics,
+    rollcall,
+    sampling,
+    storage,
+    weights,
+)
 from .checkpoint import Checkpoints, latest_step
 from .data import Source
 from .ledger import Ledger
@@ -189,8 +198,8 @@ def train(
     """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
+    called = rollcall.who_we_are(config)  # before anything that waits for the others
     distributed.connect()
-    distributed.agree("config digest", int(config_tree.digest(config)[:7], 16))
     with contextlib.ExitStack() as held:
         with distributed.all_or_none():
             metrics.check_installed(config.writers)
@@ -204,9 +213,11 @@ def train(
             if config.checkpoint_folder is not None and not insist:
                 _check_owner(folder, saved)
             held.enter_context(folder.claim())
+        called += rollcall.what_we_do(setup, _shared_folders(folder, config))
         folder.write_config(config_tree.to_json(config, origins or {}), config_text)
         folder.write_json("environment.json", environment(setup.layout.params.mesh))
         folder.write_json("sharding.json", setup.layout.params.to_json())
+        _write_rollcall(called, folder)
         console.print(f"Run folder {folder.path}")
         for line in setup.describe():
             console.print(line, markup=False)
@@ -214,6 +225,9 @@ def train(
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
+        if called.processes:
+            hosts = [report["host"] for report in called.processes]
+            ledger.event("rollcall", hosts=hosts, seconds=called.seconds)
         pulse = held.enter_context(
             Pulse(
                 folder.path,
@@ -259,6 +273,21 @@ def _check_owner(folder: RunFolder, saved: epath.Path) -> None:
             f"{step}), and run folder {folder.path} is new. Choose another, or pass "
             "--insist to go on from them."
         )
+
+
+def _shared_folders(folder: RunFolder, config: Config) -> dict[str, Path]:
+    """Folders that all hosts must see; a bucket is the same for all by its name."""
+    folders = {"run folder": folder.path}
+    if config.checkpoint_folder is not None and "://" not in config.checkpoint_folder:
+        folders["checkpoint_folder"] = Path(config.checkpoint_folder)
+    return folders
+
+
+def _write_rollcall(called: rollcall.Record, folder: RunFolder) -> None:
+    if called.processes:
+        folder.write_json(rollcall.FILE, called.to_json())
+    else:
+        folder.remove(rollcall.FILE)
 
 
 def _write_pipeline(setup: Setup, folder: RunFolder, start: int) -> None:
