@@ -188,6 +188,11 @@ def test_processes_that_are_alike(config_file, tmp_path):
     assert event["hosts"] == [HERE, HERE]
     assert event["seconds"] == record["seconds"] < 1
     assert not list(work.glob(".rollcall*"))
+    network = json.loads((work / "network.json").read_text())
+    assert network["mesh"] == {"data": 2} and network["hosts"] == [HERE, HERE]
+    assert {figure["processes"] for figure in network["figures"]} == {2}
+    assert "The network, by axis of the mesh:\naxis " in found[0].stdout
+    assert "The network" not in found[1].stdout
 
 
 @pytest.mark.processes

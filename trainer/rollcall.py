@@ -68,6 +68,10 @@ class Record:
         merged = tuple(a | b for a, b in pairs)
         return Record(merged, round(self.seconds + other.seconds, 3))
 
+    @property
+    def hosts(self) -> list[str]:
+        return [report["host"] for report in self.processes]
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

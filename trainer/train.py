@@ -15,6 +15,7 @@ from . import (
     distributed,
     loop,
     metrics,
+    probe,
     rollcall,
     sampling,
     storage,
@@ -52,6 +53,7 @@ FREE_FIELDS = (
     "keep_best",
     "check_replicas_every",
     "writers",
+    "probe_network",
     "sample_prompt",
     "sample_tokens",
 )
@@ -98,6 +100,8 @@ class Config:
       check_replicas_every: steps between checks that copies of arrays on several
         devices are equal, one more at the end; 0 for none.
       writers: any of "tensorboard", "wandb", beside metrics.jsonl.
+      probe_network: measure how fast each axis of the mesh is, before training; None
+        does where there are several processes.
       sample_prompt: text to continue after training, where the model can generate.
     """
 
@@ -128,6 +132,7 @@ class Config:
     keep_best: int = 0
     check_replicas_every: int = 100
     writers: tuple[str, ...] = ()
+    probe_network: bool | None = None
     sample_prompt: str | None = None
     sample_tokens: int = 256
 
@@ -224,10 +229,10 @@ def train(
         if changes:
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
+        _probe(setup, folder, called, console)
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
         if called.processes:
-            hosts = [report["host"] for report in called.processes]
-            ledger.event("rollcall", hosts=hosts, seconds=called.seconds)
+            ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
         pulse = held.enter_context(
             Pulse(
                 folder.path,
@@ -288,6 +293,14 @@ def _write_rollcall(called: rollcall.Record, folder: RunFolder) -> None:
         folder.write_json(rollcall.FILE, called.to_json())
     else:
         folder.remove(rollcall.FILE)
+
+
+def _probe(
+    setup: Setup, folder: RunFolder, called: rollcall.Record, console: Console
+) -> None:
+    wanted = setup.config.probe_network
+    if wanted or (wanted is None and jax.process_count() > 1):
+        probe.run(setup.mesh, folder, called.hosts, console)
 
 
 def _write_pipeline(setup: Setup, folder: RunFolder, start: int) -> None:
