@@ -149,3 +149,18 @@ def test_the_coordinator_listens_at_its_own_address_only():
     # 127.0.0.1, written as an IPv6 address.
     only = f"['0000000000000000FFFF00000100007F:{port:04X}']"
     assert only in first.stdout, first.stdout
+
+
+def test_a_host_whose_own_name_has_no_address(joined, monkeypatch):
+    """What jax 0.10.2 says in a UTS namespace whose host name is in no /etc/hosts."""
+
+    def start():
+        raise RuntimeError(
+            "Unable to initialize backend 'cpu': [enforce fail at external/gloo/gloo/"
+            "transport/tcp/device.cc:99] rv == 0. -2 vs 0"
+        )
+
+    describe(monkeypatch, JOB)
+    monkeypatch.setattr(jax, "process_count", start)
+    with pytest.raises(ValueError, match="the name of this host, .* has no address"):
+        distributed.initialize()

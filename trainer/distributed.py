@@ -56,10 +56,9 @@ def initialize() -> None:
         coordinator_bind_address=bind,
         shutdown_timeout_seconds=LEAVING_SECONDS,
     )
-    if jax.process_count() != place.num_processes:
-        raise ValueError(
-            f"expected {place.num_processes} processes, got {jax.process_count()}"
-        )
+    count = _start_devices(host)
+    if count != place.num_processes:
+        raise ValueError(f"expected {place.num_processes} processes, got {count}")
     if place.num_processes > 1 and jax.default_backend() == "cpu":
         # Only process 0 would find its programs there. It would run ahead of those that
         # compile, and gloo waits no longer than 30 s for a group's other members.
@@ -68,6 +67,26 @@ def initialize() -> None:
         for process, name in enumerate(hosts):
             store().key_value_set(f"{HOST_KEY}/{process}", name)
     wait_for_all("joined")
+
+
+def _start_devices(host: str) -> int:
+    """The number of processes that devices belong to.
+
+    On the CPU gloo tells the others the address of this host's own name, and fails
+    with a line number of its own where there is none.
+    """
+    import jax
+
+    try:
+        return jax.process_count()
+    except RuntimeError as error:
+        if "gloo/transport/tcp" not in str(error):
+            raise
+        raise ValueError(
+            f"the name of this host, {host!r}, has no address here, and by it other "
+            "processes must reach this one. Add it to DNS or to /etc/hosts, with an "
+            "address that the other hosts can reach."
+        ) from error
 
 
 def connect() -> None:
