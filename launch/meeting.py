@@ -56,19 +56,23 @@ def resolve(place: Place) -> str:
     )
 
 
-def meet(place: Place, host: str, bind: str | None = None) -> tuple[str, ...]:
+def meet(
+    place: Place, host: str, bind: str | None = None, *, has_gpus: bool = False
+) -> tuple[str, ...]:
     """Returns the host of every process once all are here, or says who is not.
 
     Args:
       host: the name of this one.
       bind: for process 0, the address to listen at.
+      has_gpus: whether this process will use GPUs. One without, whose jax takes the
+        CPU instead, would let the others wait for its devices.
     """
     if place.num_processes == 1:
         return (host,)
     if place.process_id == 0:
         assert bind is not None
-        return _Reception(place, host, bind).run()
-    return _attend(place, host)
+        return _Reception(place, host, bind, has_gpus).run()
+    return _attend(place, host, has_gpus)
 
 
 def _listener(address: str, port: int) -> socket.socket:
@@ -88,8 +92,8 @@ def _listener(address: str, port: int) -> socket.socket:
 class _Reception:
     """Process 0, while the others arrive."""
 
-    def __init__(self, place: Place, host: str, bind: str):
-        self._place, self._bind = place, bind
+    def __init__(self, place: Place, host: str, bind: str, has_gpus: bool):
+        self._place, self._bind, self._has_gpus = place, bind, has_gpus
         self._hosts = {0: host}
         self._numbers: dict[socket.socket, int] = {}  # of those who have come
         self._heard: dict[socket.socket, bytes] = {}  # of those who have not said it
@@ -158,6 +162,7 @@ class _Reception:
         try:
             said = json.loads(line)
             number, count, host = said["process"], said["count"], str(said["host"])
+            has_gpus = said["gpus"]
         except (ValueError, KeyError, TypeError):
             self._part(guest)  # no process of ours: a port scanner, a browser
             return
@@ -173,6 +178,13 @@ class _Reception:
                 f"two processes of this job have the number {number}: one on "
                 f"{self._hosts[number]}, one on {host}. Give each its own number, and "
                 "each job its own port."
+            )
+        if has_gpus != self._has_gpus:
+            names = [f"process {number} on {host}", f"process 0 on {self._hosts[0]}"]
+            without, other = names if self._has_gpus else reversed(names)
+            self._refuse(
+                f"{without} has no GPU that it may use, {other} has. Look at the "
+                "driver there (nvidia-smi), or keep all on the CPU."
             )
         self._numbers[guest], self._hosts[number] = number, host
 
@@ -214,12 +226,13 @@ class _Reception:
         return words
 
 
-def _attend(place: Place, host: str) -> tuple[str, ...]:
+def _attend(place: Place, host: str, has_gpus: bool) -> tuple[str, ...]:
     """Another process than 0: comes, says who it is, waits for the answer."""
     greeting = {
         "process": place.process_id,
         "host": host,
         "count": place.num_processes,
+        "gpus": has_gpus,
     }
     deadline = time.monotonic() + place.join_seconds
     problem = "nobody listens there"

@@ -24,7 +24,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda *args, **kw: calls.append((args, kw))
     )
-    monkeypatch.setattr(meeting, "meet", lambda place, host, bind: (host,))
+    monkeypatch.setattr(meeting, "meet", lambda place, host, bind, has_gpus: (host,))
     for name in JOB:
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -138,14 +138,16 @@ distributed.wait_for_all("seen")
 
 
 @pytest.mark.processes
-def test_the_coordinator_listens_at_its_own_address_only():
+def test_the_coordinator_listens_at_its_own_address_and_is_reached_directly():
     argv = [sys.executable, "-c", LISTENING]
     job = jobs.job_env(2)
-    env = {"JAX_PLATFORMS": "cpu"}
+    # A proxy that does not answer, as many clusters have one for the world outside.
+    env = {"JAX_PLATFORMS": "cpu", "http_proxy": "http://127.0.0.1:9"}
     port = int(job["MESHLOOM_COORDINATOR"].split(":")[1])
     envs = [job | env | {"MESHLOOM_PROCESS_ID": str(n)} for n in (0, 1)]
     first, second = jobs.run_processes(envs, 1, argv, timeout=120)
     assert (first.status, second.status) == (0, 0), (first, second)
+    assert first.stderr == second.stderr == ""
     # 127.0.0.1, written as an IPv6 address.
     only = f"['0000000000000000FFFF00000100007F:{port:04X}']"
     assert only in first.stdout, first.stdout

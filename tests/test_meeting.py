@@ -28,14 +28,16 @@ def of(job: Place, number: int, **changes) -> Place:
     return dataclasses.replace(job, process_id=number, **changes)
 
 
-def meet_all(*places: Place, late: float = 0.0) -> list:
+def meet_all(*places: Place, late: float = 0.0, with_gpus=()) -> list:
     """What each process gets, answer or error; process 0 comes late."""
 
     def meet(place: Place):
         if place.process_id == 0:
             time.sleep(late)
         try:
-            return meeting.meet(place, f"h{place.process_id}", HERE)
+            has_gpus = place.process_id in with_gpus
+            name = f"h{place.process_id}"
+            return meeting.meet(place, name, HERE, has_gpus=has_gpus)
         except ValueError as error:
             return str(error)
 
@@ -82,6 +84,13 @@ def test_two_sizes_of_a_job(job):
     assert first in second
 
 
+@pytest.mark.parametrize("number, words", [(0, "1 on h1"), (1, "0 on h0")])
+def test_a_process_without_gpus_among_others(job, number, words):
+    first, second = meet_all(job, of(job, 1), with_gpus=[number])
+    assert f"process {words} has no GPU that it may use, process {number} on" in first
+    assert first in second
+
+
 def test_strangers_and_those_who_leave_do_not_count(job):
     def disturb():
         while True:  # until process 0 listens
@@ -93,7 +102,7 @@ def test_strangers_and_those_who_leave_do_not_count(job):
         stranger.sendall(b"GET / HTTP/1.1\n")
         assert stranger.recv(10) == b""
         with socket.create_connection(job.address) as leaver:
-            greeting = {"process": 2, "host": "gone", "count": 4}
+            greeting = {"process": 2, "host": "gone", "count": 4, "gpus": False}
             leaver.sendall(json.dumps(greeting).encode() + b"\n")
             time.sleep(0.1)
         stranger.close()

@@ -19,7 +19,7 @@ LEAVING_SECONDS = 10
 WAIT_SECONDS = 600.0
 # Once all have met, jax has nobody to wait for; it aborts a process that waits longer.
 CONNECT_SECONDS = 120
-HOST_KEY = "meshloom/host"  # in jax's store, where each process says where it is
+HOST_KEY = "meshloom/host"  # in jax's store: where each process is, said by process 0
 ANSWER_MS = 60_000  # for process 0 to read and judge what all have said
 _BARRIERS = itertools.count()  # all processes meet in the same order
 _QUESTIONS = itertools.count()
@@ -40,9 +40,11 @@ def initialize() -> None:
     bind = meeting.resolve(place) if place.process_id == 0 else None
     print(place.describe(host) + _meaning(place, bind), flush=True)
     _divide_gpus(place)
-    hosts = meeting.meet(place, host, bind)
     import jax
 
+    has_gpus = gpus.num_installed() > 0 and jax.config.values["jax_platforms"] != "cpu"
+    hosts = meeting.meet(place, host, bind, has_gpus=has_gpus)
+    _avoid_proxies(place.address[0])
     port = place.address[1]
     if bind is not None:
         bind = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
@@ -107,6 +109,21 @@ def _meaning(place: place_lib.Place, bind: str | None) -> str:
     if place_lib.is_loopback(place.address[0]):
         return ""
     return f" ({bind}: reached from this host only)"
+
+
+def _avoid_proxies(host: str) -> None:
+    """Lets jax reach the coordinator as the meeting did, directly.
+
+    By http_proxy it would not, and abort; jax's warning of it is then not needed.
+    """
+    import jax
+
+    if not any(name.lower().endswith("_proxy") for name in os.environ):
+        return
+    variable = "no_grpc_proxy"
+    before = os.environ.get(variable) or os.environ.get("no_proxy", "")
+    os.environ[variable] = ",".join(filter(None, (before, host)))
+    jax.config.update("jax_check_proxy_envs", False)
 
 
 def _divide_gpus(place: place_lib.Place) -> None:
@@ -191,11 +208,12 @@ def consult(
     store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(report))
     wait_for_all(what, seconds)
     if jax.process_index() == 0:
-        said = (
-            store().blocking_key_value_get(f"{key}/{process}", ANSWER_MS)
-            for process in range(jax.process_count())
-        )
-        answer = json.dumps(judge([json.loads(text) for text in said]))
+        reports = []
+        for process in range(jax.process_count()):
+            text = store().blocking_key_value_get(f"{key}/{process}", ANSWER_MS)
+            store().key_value_delete(f"{key}/{process}")
+            reports.append(json.loads(text))
+        answer = json.dumps(judge(reports))
         store().key_value_set(f"{key}/answer", answer)
     return json.loads(store().blocking_key_value_get(f"{key}/answer", ANSWER_MS))
 

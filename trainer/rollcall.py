@@ -58,7 +58,11 @@ Facts = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What all processes have said, for the run folder; empty for one process."""
+    """What all processes have said, for the run folder.
+
+    Empty where there is one process, and in all others than process 0: what a
+    thousand processes say is much to send to each of them.
+    """
 
     processes: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0
@@ -113,17 +117,16 @@ def what_we_do(setup: Setup, folders: Mapping[str, Path]) -> Record:
 def _call(what: str, facts: Facts, seconds: float, **more: Any) -> Record:
     began = time.monotonic()
     report = {"host": socket.gethostname(), "address": _address(), "facts": facts}
-    answer = distributed.consult(what, report | more, _judge, seconds)
+    heard: list[dict[str, Any]] = []
+
+    def judge(reports: list[dict[str, Any]]) -> dict[str, Any]:
+        heard.extend(map(_short, reports))
+        return {"words": rollcall_table.render(reports)}
+
+    answer = distributed.consult(what, report | more, judge, seconds)
     if answer["words"]:
         raise ValueError(answer["words"])
-    took = round(time.monotonic() - began, 3)
-    return Record(tuple(answer["processes"]), took)
-
-
-def _judge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """In process 0: the table of differences, "" if there is none, and the record."""
-    words = rollcall_table.render(reports)
-    return {"words": words, "processes": [] if words else list(map(_short, reports))}
+    return Record(tuple(heard), round(time.monotonic() - began, 3))
 
 
 def _short(report: dict[str, Any]) -> dict[str, Any]:
