@@ -188,10 +188,9 @@ def test_config_diff(capsys, run):
 )
 def test_fewer_processes_compute_more_parts(monkeypatch, full, now, given, expected):
     monkeypatch.setenv("MESHLOOM_FULL_PROCESSES", str(full))
-    monkeypatch.setenv("MESHLOOM_NUM_PROCESSES", str(now))
     sets = [f"num_microbatches={given}"]
     loaded = config_files.load([TINY], sets, root=train_lib.Config)
-    found = commands._with_fewer_processes(loaded)
+    found = commands._with_fewer_processes(loaded, now)
     assert found.config.num_microbatches == expected
     if expected != given:
         origin = found.origins["num_microbatches"]

@@ -12,15 +12,18 @@ DEFAULT_CONFIG = "default"
 
 
 def train(args: Namespace) -> int | None:
+    import jax
+
     from . import distributed
 
     if args.cpu_devices is not None:
         _use_cpu(args.cpu_devices)
     distributed.initialize()
-    loaded = _load(args)
-    if args.steps is not None:
-        loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
-    loaded = _with_fewer_processes(loaded)
+    with distributed.all_or_none():
+        loaded = _load(args)
+        if args.steps is not None:
+            loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+    loaded = _with_fewer_processes(loaded, jax.process_count())
     workdir = args.workdir or Path("runs") / Path(_names(args)[-1]).stem
     _use_compilation_cache()
     if args.dry_run:
@@ -45,15 +48,12 @@ def train(args: Namespace) -> int | None:
     return None
 
 
-def _with_fewer_processes(loaded: config_files.Loaded) -> config_files.Loaded:
+def _with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files.Loaded:
     """Of a job that goes on with fewer processes, each does more, in more parts.
 
     The batch stays the same; so does the memory that a device needs for its part.
     """
-    full, now = (
-        int(os.environ.get(f"MESHLOOM_{name}", 1))
-        for name in ("FULL_PROCESSES", "NUM_PROCESSES")
-    )
+    full = int(os.environ.get("MESHLOOM_FULL_PROCESSES", now))
     config = loaded.config
     if full <= now or config.mesh.pipe != 1:  # a pipeline chooses its own parts
         return loaded

@@ -2,75 +2,164 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
-NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
+from ..launch import gpus, meeting
+from ..launch import place as place_lib
+
 # How long a process that leaves waits for the others. Processes that trained leave
 # together; one that leaves with an error ends the job for all after this time.
 LEAVING_SECONDS = 10
 # How long processes wait for one another; what lies between two meetings takes less.
 WAIT_SECONDS = 600.0
+# Once all have met, jax has nobody to wait for; it aborts a process that waits longer.
+CONNECT_SECONDS = 120
+HOST_KEY = "meshloom/host"  # in jax's store: where each process is, said by process 0
+ANSWER_MS = 60_000  # for process 0 to read and judge what all have said
 _BARRIERS = itertools.count()  # all processes meet in the same order
+_QUESTIONS = itertools.count()
+
+Report = dict[str, Any]
 
 
 def initialize() -> None:
-    """Joins the job described by MESHLOOM_{COORDINATOR,NUM_PROCESSES,PROCESS_ID}.
+    """Joins the job that the environment describes, if any (see launch/place.py).
 
-    All three or none. Half a description is an error: a process that quietly trains
-    alone costs a day before anyone notices.
+    Makes no collective: processes that differ must find it out by words, and not by
+    waiting for one another in different programs. `connect` makes the first.
     """
-    given = {
-        n: os.environ[f"MESHLOOM_{n}"] for n in NAMES if f"MESHLOOM_{n}" in os.environ
-    }
-    if not given:
+    place = place_lib.find(os.environ)
+    if place is None:
         return
-    if missing := [f"MESHLOOM_{n}" for n in NAMES if n not in given]:
-        raise ValueError(
-            f"this is a process of a larger job, but {', '.join(missing)} is not set. "
-            f"Set all of MESHLOOM_{', MESHLOOM_'.join(NAMES)}, or none to train alone."
-        )
-    coordinator = given["COORDINATOR"]
-    count, number = _numbers(given)
+    host = socket.gethostname()
+    bind = meeting.resolve(place) if place.process_id == 0 else None
+    print(place.describe(host) + _meaning(place, bind), flush=True)
+    _divide_gpus(place)
     import jax
-    from jax.experimental import multihost_utils
 
+    has_gpus = gpus.num_installed() > 0 and jax.config.values["jax_platforms"] != "cpu"
+    hosts = meeting.meet(place, host, bind, has_gpus=has_gpus)
+    _avoid_proxies(place.address[0])
+    port = place.address[1]
+    if bind is not None:
+        bind = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
     jax.distributed.initialize(
-        coordinator, count, number, shutdown_timeout_seconds=LEAVING_SECONDS
+        place.coordinator,
+        place.num_processes,
+        place.process_id,
+        # jax would ask the scheduler again, and take one GPU for each process.
+        cluster_detection_method="deactivate",
+        initialization_timeout=CONNECT_SECONDS,
+        coordinator_bind_address=bind,
+        shutdown_timeout_seconds=LEAVING_SECONDS,
     )
-    if jax.process_count() != count:
-        raise ValueError(f"expected {count} processes, got {jax.process_count()}")
-    if count > 1 and jax.default_backend() == "cpu":
+    count = _start_devices(host)
+    if count != place.num_processes:
+        raise ValueError(f"expected {place.num_processes} processes, got {count}")
+    if place.num_processes > 1 and jax.default_backend() == "cpu":
         # Only process 0 would find its programs there. It would run ahead of those that
         # compile, and gloo waits no longer than 30 s for a group's other members.
         jax.config.update("jax_enable_compilation_cache", False)
-    # The group of all is made while all are here; later it may wait as long as it must.
+    if place.num_processes > 1 and place.process_id == 0:
+        for process, name in enumerate(hosts):
+            store().key_value_set(f"{HOST_KEY}/{process}", name)
     wait_for_all("joined")
-    multihost_utils.sync_global_devices("joined")
 
 
-def _numbers(given: dict[str, str]) -> tuple[int, int]:
-    """(number of processes, number of this one), checked."""
-    host, _, port = given["COORDINATOR"].rpartition(":")
-    if not host or not port.isdigit():
+def _start_devices(host: str) -> int:
+    """The number of processes that devices belong to.
+
+    On the CPU gloo tells the others the address of this host's own name, and fails
+    with a line number of its own where there is none.
+    """
+    import jax
+
+    try:
+        return jax.process_count()
+    except RuntimeError as error:
+        if "gloo/transport/tcp" not in str(error):
+            raise
         raise ValueError(
-            f"MESHLOOM_COORDINATOR is {given['COORDINATOR']!r}; expected host:port of "
-            "process 0, for instance host0:1234"
+            f"the name of this host, {host!r}, has no address here, and by it other "
+            "processes must reach this one. Add it to DNS or to /etc/hosts, with an "
+            "address that the other hosts can reach."
+        ) from error
+
+
+def connect() -> None:
+    """Makes the group of all devices while all processes are here.
+
+    Later it may wait as long as it must; the first time, gloo gives up after 30 s.
+    """
+    from jax.experimental import multihost_utils
+
+    wait_for_all("connect")
+    multihost_utils.sync_global_devices("connect")
+
+
+def _meaning(place: place_lib.Place, bind: str | None) -> str:
+    """What process 0's name means to itself if that surprises (Debian: 127.0.1.1)."""
+    if bind is None or not place_lib.is_loopback(bind):
+        return ""
+    if place_lib.is_loopback(place.address[0]):
+        return ""
+    return f" ({bind}: reached from this host only)"
+
+
+def _avoid_proxies(host: str) -> None:
+    """Lets jax reach the coordinator as the meeting did, directly.
+
+    By http_proxy it would not, and abort; jax's warning of it is then not needed.
+    """
+    import jax
+
+    if not any(name.lower().endswith("_proxy") for name in os.environ):
+        return
+    variable = "no_grpc_proxy"
+    before = os.environ.get(variable) or os.environ.get("no_proxy", "")
+    os.environ[variable] = ",".join(filter(None, (before, host)))
+    jax.config.update("jax_check_proxy_envs", False)
+
+
+def _divide_gpus(place: place_lib.Place) -> None:
+    """Before jax sees any; Slurm has shown each process its own already."""
+    if place.source == "Slurm" or place.local_id is None or place.local_count is None:
+        return
+    own = gpus.share(
+        os.environ, gpus.num_installed(), place.local_id, place.local_count
+    )
+    if own is not None:
+        os.environ[gpus.VARIABLE] = own
+        print(f"{gpus.VARIABLE}={own}", flush=True)
+
+
+def store() -> Any:
+    """jax's store of keys and values, which every process of the job can reach.
+
+    jax has no public name for it; orbax has one.
+    """
+    import orbax.checkpoint as ocp
+
+    return ocp.multihost.get_jax_distributed_client()
+
+
+def name(process: int) -> str:
+    """A process in words, with its host if it was told."""
+    import jax
+
+    try:
+        return (
+            f"process {process} on {store().key_value_try_get(f'{HOST_KEY}/{process}')}"
         )
-    for name in NAMES[1:]:
-        if not given[name].isdigit():
-            raise ValueError(
-                f"MESHLOOM_{name} must be a whole number, got {given[name]!r}"
-            )
-    count, number = int(given["NUM_PROCESSES"]), int(given["PROCESS_ID"])
-    if number >= count:
-        raise ValueError(
-            f"MESHLOOM_PROCESS_ID is {number}, but MESHLOOM_NUM_PROCESSES is {count}: "
-            f"expected 0 to {count - 1}. Number the processes from 0."
-        )
-    return count, number
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return f"process {process}"  # of a job that did not join by `initialize`
 
 
 @contextlib.contextmanager
@@ -78,21 +167,55 @@ def all_or_none() -> Iterator[None]:
     """A block that ends well in every process of the job, or with an error in each.
 
     A process that gives up alone leaves the others waiting in their next collective.
-    Every process must come here, and the block must hold no collective of its own.
+    Every process must come here, and the block must hold no collective of its own. It
+    needs none itself: processes that differ in devices can meet here too.
     """
     error = None
     try:
         yield
     except Exception as raised:
         error = raised
-    failed = [p for p, flag in enumerate(_gather(error is not None)) if flag]
+    failed = consult("ready", {"failed": error is not None}, _failures)["processes"]
     if error is not None:
         raise error
     if failed:
         raise ValueError(
-            f"process {failed[0]} of this job cannot start; it says why. Mend that and "
+            f"{name(failed[0])} of this job cannot start; it says why. Mend that and "
             "start all processes again."
         )
+
+
+def _failures(reports: list[Report]) -> Report:
+    return {"processes": [p for p, report in enumerate(reports) if report["failed"]]}
+
+
+def consult(
+    what: str,
+    report: Report,
+    judge: Callable[[list[Report]], Report],
+    seconds: float = WAIT_SECONDS,
+) -> Report:
+    """Process 0 hears the report of each process; all get what it makes of them.
+
+    By jax's store and not by devices, so that processes can speak whose devices or
+    programs differ. Reports and answers are JSON; nothing is unpickled.
+    """
+    import jax
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return judge([report])  # without a device, which may take long to start
+    key = f"meshloom/{next(_QUESTIONS)} {what}"
+    store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(report))
+    wait_for_all(what, seconds)
+    if jax.process_index() == 0:
+        reports = []
+        for process in range(jax.process_count()):
+            text = store().blocking_key_value_get(f"{key}/{process}", ANSWER_MS)
+            store().key_value_delete(f"{key}/{process}")
+            reports.append(json.loads(text))
+        answer = json.dumps(judge(reports))
+        store().key_value_set(f"{key}/answer", answer)
+    return json.loads(store().blocking_key_value_get(f"{key}/answer", ANSWER_MS))
 
 
 def agree(what: str, value: int) -> int:
@@ -126,9 +249,10 @@ def wait_for_all(where: str, seconds: float = WAIT_SECONDS) -> None:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         missing = re.findall(r"^(\d+)$", str(error), re.MULTILINE)
+        names = ", ".join(name(int(process)) for process in missing)
         raise ValueError(
             f"waited {seconds:g} s for all processes of this job at {where!r}, but "
-            f"process {', '.join(missing) or '?'} did not come. Look into its log."
+            f"{names or 'process ?'} did not come. Look into its log."
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -108,9 +109,17 @@ class Setup:
             },
         }
 
+    @functools.cached_property
+    def lowered(self) -> Any:
+        """The train step as a program, for exactly these shapes and shardings."""
+        return self.step_fn.lower(self.abstract_state, self.batch)
+
+    def fingerprint(self) -> str:
+        """A digest of the program, equal in all processes of a job."""
+        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
+
     def compile(self) -> Any:
-        """The train step, compiled for exactly these shapes and shardings."""
-        return self.step_fn.lower(self.abstract_state, self.batch).compile()
+        return self.lowered.compile()
 
 
 def prepare(config: "Config", devices: Any = None) -> Setup:

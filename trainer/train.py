@@ -10,7 +10,17 @@ from etils import epath
 from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
-from . import config_tree, distributed, loop, metrics, sampling, storage, weights
+from . import (
+    config_tree,
+    distributed,
+    loop,
+    metrics,
+    probe,
+    rollcall,
+    sampling,
+    storage,
+    weights,
+)
 from .checkpoint import Checkpoints, latest_step
 from .data import Source
 from .ledger import Ledger
@@ -43,6 +53,7 @@ FREE_FIELDS = (
     "keep_best",
     "check_replicas_every",
     "writers",
+    "probe_network",
     "sample_prompt",
     "sample_tokens",
 )
@@ -89,6 +100,8 @@ class Config:
       check_replicas_every: steps between checks that copies of arrays on several
         devices are equal, one more at the end; 0 for none.
       writers: any of "tensorboard", "wandb", beside metrics.jsonl.
+      probe_network: measure how fast each axis of the mesh is, before training; None
+        does where there are several processes.
       sample_prompt: text to continue after training, where the model can generate.
     """
 
@@ -119,6 +132,7 @@ class Config:
     keep_best: int = 0
     check_replicas_every: int = 100
     writers: tuple[str, ...] = ()
+    probe_network: bool | None = None
     sample_prompt: str | None = None
     sample_tokens: int = 256
 
@@ -189,7 +203,8 @@ def train(
     """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
-    distributed.agree("config digest", int(config_tree.digest(config)[:7], 16))
+    called = rollcall.who_we_are(config)  # before anything that waits for the others
+    distributed.connect()
     with contextlib.ExitStack() as held:
         with distributed.all_or_none():
             metrics.check_installed(config.writers)
@@ -203,16 +218,21 @@ def train(
             if config.checkpoint_folder is not None and not insist:
                 _check_owner(folder, saved)
             held.enter_context(folder.claim())
+        called += rollcall.what_we_do(setup, _shared_folders(folder, config))
         folder.write_config(config_tree.to_json(config, origins or {}), config_text)
         folder.write_json("environment.json", environment(setup.layout.params.mesh))
         folder.write_json("sharding.json", setup.layout.params.to_json())
+        _write_rollcall(called, folder)
         console.print(f"Run folder {folder.path}")
         for line in setup.describe():
             console.print(line, markup=False)
         if changes:
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
+        _probe(setup, folder, called, console)
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
+        if called.processes:
+            ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
         pulse = held.enter_context(
             Pulse(
                 folder.path,
@@ -258,6 +278,29 @@ def _check_owner(folder: RunFolder, saved: epath.Path) -> None:
             f"{step}), and run folder {folder.path} is new. Choose another, or pass "
             "--insist to go on from them."
         )
+
+
+def _shared_folders(folder: RunFolder, config: Config) -> dict[str, Path]:
+    """Folders that all hosts must see; a bucket is the same for all by its name."""
+    folders = {"run folder": folder.path}
+    if config.checkpoint_folder is not None and "://" not in config.checkpoint_folder:
+        folders["checkpoint_folder"] = Path(config.checkpoint_folder)
+    return folders
+
+
+def _write_rollcall(called: rollcall.Record, folder: RunFolder) -> None:
+    if called.processes:
+        folder.write_json(rollcall.FILE, called.to_json())
+    else:
+        folder.remove(rollcall.FILE)
+
+
+def _probe(
+    setup: Setup, folder: RunFolder, called: rollcall.Record, console: Console
+) -> None:
+    wanted = setup.config.probe_network
+    if wanted or (wanted is None and jax.process_count() > 1):
+        probe.run(setup.mesh, folder, called.hosts, console)
 
 
 def _write_pipeline(setup: Setup, folder: RunFolder, start: int) -> None:

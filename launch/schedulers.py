@@ -1,0 +1,219 @@
+"""What schedulers tell a process of its job, in environment variables.
+
+Each reader returns None where its scheduler has not started this process as one of
+several. An MPI launcher comes before Slurm: inside a Slurm job it starts its own
+helpers by srun, whose variables the processes inherit.
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Mapping
+
+# Ports that we choose, below those that systems give out by themselves.
+PORTS = range(20000, 28000)
+# Slurm numbers what no srun has started (a batch script, an interactive shell) so high.
+SPECIAL_STEPS = 0xFFFFFFF0
+# Beside those that libtpu takes (8471 to 8481).
+TPU_PORT = 8482
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a job; None and () where it is not."""
+
+    source: str
+    num_processes: int | None = None
+    process_id: int | None = None
+    coordinator: str | None = None
+    local_id: int | None = None
+    local_count: int | None = None
+    hosts: tuple[str, ...] = ()
+    num_hosts: int | None = None
+    remedy: str = ""
+
+
+def find(env: Mapping[str, str]) -> Facts | None:
+    for reader in (_open_mpi, _mpich, _slurm, _cloud_tpu, _kubeflow, _kubernetes):
+        if (facts := reader(env)) is not None:
+            return facts
+    return None
+
+
+def whole(env: Mapping[str, str], name: str) -> int:
+    """The number in a variable that is there."""
+    if not env[name].isdecimal():
+        raise ValueError(f"{name} must be a whole number, got {env[name]!r}")
+    return int(env[name])
+
+
+def expand(nodes: str) -> list[str]:
+    """The names of a Slurm node list: n[0-1,4],m7 is n0, n1, n4, m7."""
+    found = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        names = [""]
+        for text, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
+            ends = [end for r in ranges.split(",") for end in _range(r)]
+            names = [name + text + end for name in names for end in ends]
+        found += names
+    return found
+
+
+def _range(text: str) -> list[str]:
+    """008-011 with its zeros; a single number, or nothing, as it is."""
+    first, dash, last = text.partition("-")
+    if not dash:
+        return [text]
+    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+
+
+def _port(*job: str) -> int:
+    """The same for all processes of a job, another for most other jobs."""
+    return PORTS[zlib.crc32(".".join(job).encode()) % len(PORTS)]
+
+
+def _optional(env: Mapping[str, str], name: str) -> int | None:
+    return whole(env, name) if name in env else None
+
+
+def _open_mpi(env: Mapping[str, str]) -> Facts | None:
+    prefix = "OMPI_COMM_WORLD_"
+    if not {f"{prefix}RANK", f"{prefix}SIZE"} <= env.keys():
+        return None
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "Open MPI")
+    facts = _mpi(env, "Open MPI", prefix, job)
+    # Open MPI 4 says where mpirun runs, which is where process 0 is unless a host list
+    # says otherwise; binding to that address finds it out. Open MPI 5 does not say it.
+    uri = re.search(r"tcp://([\d.]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    if facts is not None and facts.coordinator is None and uri is not None:
+        address = f"{uri[1]}:{_port(job)}"
+        facts = dataclasses.replace(facts, coordinator=address, remedy="")
+    return facts
+
+
+def _mpich(env: Mapping[str, str]) -> Facts | None:
+    if not {"PMI_RANK", "PMI_SIZE"} <= env.keys():
+        return None
+    if "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env:
+        return None  # srun itself speaks PMI, and says more in its own variables
+    renamed = {
+        "RANK": "PMI_RANK",
+        "SIZE": "PMI_SIZE",
+        "LOCAL_RANK": "MPI_LOCALRANKID",
+        "LOCAL_SIZE": "MPI_LOCALNRANKS",
+    }
+    known = {new: env[old] for new, old in renamed.items() if old in env}
+    # MPICH's mpiexec gives its job no id: a second one on this host at the same time
+    # is told that the port is taken.
+    return _mpi(known, "MPICH", "", env.get("PMI_JOBID", "MPICH"))
+
+
+def _mpi(env: Mapping[str, str], source: str, prefix: str, job: str) -> Facts | None:
+    count = whole(env, f"{prefix}SIZE")
+    if count == 1:
+        return None
+    local_count = _optional(env, f"{prefix}LOCAL_SIZE")
+    facts = Facts(
+        source,
+        count,
+        whole(env, f"{prefix}RANK"),
+        local_id=_optional(env, f"{prefix}LOCAL_RANK"),
+        local_count=local_count,
+        remedy=f"{source} does not say where process 0 is: start the job with "
+        "`meshloom launch mpi`, or set MESHLOOM_COORDINATOR to host:port of it.",
+    )
+    if local_count == count:
+        coordinator = f"127.0.0.1:{_port(job)}"
+        return dataclasses.replace(facts, num_hosts=1, coordinator=coordinator)
+    if local_count is not None:  # how many hosts are left is not known, but not none
+        facts = dataclasses.replace(facts, num_hosts=-(-count // local_count))
+    return facts
+
+
+def _slurm(env: Mapping[str, str]) -> Facts | None:
+    if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= env.keys():
+        return None
+    if whole(env, "SLURM_STEP_ID") >= SPECIAL_STEPS:
+        return None
+    named = [n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in env]
+    count = whole(env, named[0]) if named else 1
+    if count == 1:
+        return None
+    nodes = expand(env.get("SLURM_STEP_NODELIST", ""))
+    job = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    port = _port(*(env.get(name, "0") for name in job))
+    tasks = _tasks(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    number, local_id = whole(env, "SLURM_PROCID"), _optional(env, "SLURM_LOCALID")
+    node = _optional(env, "SLURM_NODEID")
+    hosts: tuple[str, ...] = ()
+    # In blocks, the first node has the first tasks; srun can deal them out otherwise.
+    in_blocks = env.get("SLURM_DISTRIBUTION", "block").startswith("block")
+    if in_blocks and len(tasks) == len(nodes) and sum(tasks) == count:
+        hosts = tuple(n for n, k in zip(nodes, tasks, strict=True) for _ in range(k))
+    return Facts(
+        "Slurm",
+        count,
+        number,
+        f"{nodes[0]}:{port}" if nodes else None,
+        local_id,
+        tasks[node] if node is not None and node < len(tasks) else None,
+        hosts,
+        _optional(env, "SLURM_STEP_NUM_NODES") or len(nodes) or None,
+    )
+
+
+def _tasks(text: str) -> list[int]:
+    """Tasks of each node from Slurm's 2(x3),1."""
+    found = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(number)] * int(times or 1)
+    return found
+
+
+def _cloud_tpu(env: Mapping[str, str]) -> Facts | None:
+    """A slice of several hosts on GKE, or several slices."""
+    if not {"TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"} <= env.keys():
+        return None
+    hosts = tuple(env["TPU_WORKER_HOSTNAMES"].split(","))
+    slices = _optional(env, "MEGASCALE_NUM_SLICES") or 1
+    this = _optional(env, "MEGASCALE_SLICE_ID") or 0
+    if len(hosts) * slices == 1:
+        return None
+    first = hosts[0]
+    if slices > 1:
+        first = env.get("MEGASCALE_COORDINATOR_ADDRESS", "").split(":")[0]
+    return Facts(
+        "Cloud TPU",
+        len(hosts) * slices,
+        whole(env, "TPU_WORKER_ID") + this * len(hosts),
+        f"{first}:{TPU_PORT}" if first else None,
+        0,
+        1,
+        hosts if slices == 1 else (),
+        len(hosts) * slices,
+    )
+
+
+def _kubeflow(env: Mapping[str, str]) -> Facts | None:
+    """What the JAX runtime of Kubeflow Trainer 2 documents."""
+    count, number = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+    if not {count, number} & env.keys() or env.get(count) == "1":
+        return None
+    address = env.get("JAX_COORDINATOR_ADDRESS")
+    missing = {count, number, "JAX_COORDINATOR_ADDRESS"} - env.keys()
+    remedy = f"{', '.join(sorted(missing))} would say it, which is not set either."
+    return Facts(
+        "Kubernetes",
+        _optional(env, count),
+        _optional(env, number),
+        address,
+        remedy=remedy if missing else "",
+    )
+
+
+def _kubernetes(env: Mapping[str, str]) -> Facts | None:
+    """A pod of an indexed Job: it knows its number, our variables say the rest."""
+    ours = {"MESHLOOM_COORDINATOR", "MESHLOOM_NUM_PROCESSES"} & env.keys()
+    if "JOB_COMPLETION_INDEX" not in env or not ours:
+        return None
+    return Facts("Kubernetes", process_id=whole(env, "JOB_COMPLETION_INDEX"))
