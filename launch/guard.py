@@ -20,15 +20,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-# What Open MPI, MPICH and Slurm call the number of a process: in the job, on its host.
-NUMBERS = {
-    "MESHLOOM_PROCESS_ID": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
-    "MESHLOOM_LOCAL_ID": (
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "MPI_LOCALRANKID",
-        "SLURM_LOCALID",
-    ),
-}
+# What Open MPI, MPICH and Slurm call the number of a process.
+NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def worker(parent: int, command: list[str]) -> None:
@@ -40,12 +33,9 @@ def worker(parent: int, command: list[str]) -> None:
 
 def rank(folder: str, command: list[str]) -> None:
     _die_with_parent()
-    for variable, names in NUMBERS.items():
-        found = [os.environ[name] for name in names if name in os.environ]
-        if not found:
-            sys.exit(f"meshloom: no process number: none of {', '.join(names)} is set")
-        os.environ[variable] = found[0]
-    number = os.environ["MESHLOOM_PROCESS_ID"]
+    number = next((os.environ[name] for name in NUMBERS if name in os.environ), None)
+    if number is None:
+        sys.exit(f"meshloom: no process number: none of {', '.join(NUMBERS)} is set")
     os.makedirs(folder, exist_ok=True)
     log = os.path.join(folder, f"worker-{number}.log")
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -92,6 +92,8 @@ def find(env: Mapping[str, str]) -> Place | None:
         facts = Facts(OWN)
     count = _agreed(own, COUNT, facts.num_processes, facts)
     number = _agreed(own, NUMBER, facts.process_id, facts)
+    if number is None and count == 1:
+        number = 0  # srun and mpirun say nothing of a job of one
     coordinator = own.get(COORDINATOR, facts.coordinator)
     found = zip(NAMES, (coordinator, count, number), strict=True)
     missing = [name for name, value in found if value is None]

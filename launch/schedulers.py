@@ -212,8 +212,17 @@ def _kubeflow(env: Mapping[str, str]) -> Facts | None:
 
 
 def _kubernetes(env: Mapping[str, str]) -> Facts | None:
-    """A pod of an indexed Job: it knows its number, our variables say the rest."""
+    """A pod of an indexed Job: it knows its number, our variables say the rest.
+
+    Of several jobs in a JobSet, each is told which one it is in.
+    """
     ours = {"MESHLOOM_COORDINATOR", "MESHLOOM_NUM_PROCESSES"} & env.keys()
     if "JOB_COMPLETION_INDEX" not in env or not ours:
         return None
-    return Facts("Kubernetes", process_id=whole(env, "JOB_COMPLETION_INDEX"))
+    number = whole(env, "JOB_COMPLETION_INDEX")
+    if "MESHLOOM_JOB_INDEX" in env:
+        each = "MESHLOOM_PROCESSES_PER_JOB"
+        if each not in env:
+            raise ValueError(f"MESHLOOM_JOB_INDEX is set, but {each} is not. Set both.")
+        number += whole(env, "MESHLOOM_JOB_INDEX") * whole(env, each)
+    return Facts("Kubernetes", process_id=number)

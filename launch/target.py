@@ -147,19 +147,12 @@ def job_environment(
     return job
 
 
-def own_variables(
-    number: int, hosts: Sequence[str], logs: Logs | None = None
-) -> dict[str, str]:
+def own_variables(number: int, logs: Logs) -> dict[str, str]:
     """What process `number` alone is told."""
-    host = hosts[number]
-    own = {
+    return {
         "MESHLOOM_PROCESS_ID": str(number),
-        "MESHLOOM_LOCAL_ID": str(hosts[:number].count(host)),
-        "MESHLOOM_LOCAL_COUNT": str(hosts.count(host)),
+        progress_file.VARIABLE: str(logs.progress(number).absolute()),
     }
-    if logs is not None:
-        own[progress_file.VARIABLE] = str(logs.progress(number).absolute())
-    return own
 
 
 def carried(env: Mapping[str, str], also: Sequence[str] = ()) -> list[str]:

@@ -179,6 +179,25 @@ def test_kubernetes():
         place.find(changed(ours, MESHLOOM_NUM_PROCESSES=None))
 
 
+def test_the_number_in_a_jobset_of_several_jobs():
+    ours = changed(
+        OWN,
+        MESHLOOM_PROCESS_ID=None,
+        MESHLOOM_NUM_PROCESSES="8",
+        JOB_COMPLETION_INDEX="1",
+        MESHLOOM_JOB_INDEX="1",
+        MESHLOOM_PROCESSES_PER_JOB="4",
+    )
+    assert place.find(ours).process_id == 5
+    with pytest.raises(ValueError, match="MESHLOOM_PROCESSES_PER_JOB is not. Set both"):
+        place.find(changed(ours, MESHLOOM_PROCESSES_PER_JOB=None))
+
+
+def test_a_job_of_one_process_needs_no_number():
+    ours = changed(OWN, MESHLOOM_PROCESS_ID=None, MESHLOOM_NUM_PROCESSES="1")
+    assert place.find(ours).process_id == 0
+
+
 def test_kubeflow():
     found = place.find(KUBEFLOW)
     assert (found.coordinator, found.num_processes, found.process_id) == (

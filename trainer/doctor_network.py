@@ -1,7 +1,6 @@
 """What the doctor finds of the network, and of what the job was told about it."""
 
 import contextlib
-import ipaddress
 import os
 import queue
 import socket
@@ -10,13 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
+from ..launch import place
 from ..launch.masking import masked
 from .doctor import Finding
 
-PLACE = ("MESHLOOM_COORDINATOR", "MESHLOOM_NUM_PROCESSES")
-# The number of a process: as it is, or in parts where a cluster has several slices.
-NUMBER = "MESHLOOM_PROCESS_ID"
-PARTS = ("MESHLOOM_JOB_INDEX", "MESHLOOM_INDEX_IN_JOB", "MESHLOOM_PROCESSES_PER_JOB")
 MATTER = ("MESHLOOM_", "JAX_", "XLA_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_VISIBLE_")
 SCHEDULERS = {
     "Slurm": "SLURM_JOB_ID",
@@ -45,10 +41,6 @@ def resolve(name: str, seconds: float = LOOKUP_SECONDS) -> list[str]:
     return []
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 def host(name: str, addresses: list[str]) -> Iterator[Finding]:
     """Whether other machines can find this one by its own name."""
     if not addresses:
@@ -58,7 +50,7 @@ def host(name: str, addresses: list[str]) -> Iterator[Finding]:
             "problem",
             "Give it one in DNS or in /etc/hosts, with the address of this machine.",
         )
-    elif all(map(is_loopback, addresses)):
+    elif all(place.is_loopback(a.partition("%")[0]) for a in addresses):
         yield Finding(
             "host name",
             f"{name} is {', '.join(addresses)}, which other machines cannot reach",
@@ -143,36 +135,25 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _place(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Where the process stands in a job: told whole, or not at all."""
-    number = (NUMBER,) if NUMBER in environ else PARTS
-    if not any(name in environ for name in (*PLACE, NUMBER, *PARTS)):
-        return
-    if missing := [name for name in (*PLACE, *number) if name not in environ]:
-        if missing[-len(PARTS) :] == list(PARTS):
-            missing[-len(PARTS) :] = [NUMBER]
-        remedy = "Set all of them, or none to train alone."
-        found = f"{', '.join(missing)} is not set, but others are"
-        yield Finding("place in the job", found, "problem", remedy)
-        return
-    wrong = [n for n in (*PLACE[1:], *number) if not environ[n].isdigit()]
-    if wrong:
-        found = f"{wrong[0]} is {environ[wrong[0]]!r}, no whole number"
-        yield Finding("place in the job", found, "problem", "Set it to a number.")
-        return
-    place = [int(environ[name]) for name in number]
-    process = place[0] if len(place) == 1 else place[0] * place[2] + place[1]
-    count = int(environ[PLACE[1]])
-    coordinator = environ[PLACE[0]]
-    words = f"process {process} of {count}, which meet at {coordinator}"
-    if process >= count:
-        remedy = "Number the processes from 0."
+    """Where a process that is started here would stand in a job."""
+    try:
+        found = place.find(environ)
+    except ValueError as error:
+        words, _, remedy = str(error).partition(". ")
         yield Finding("place in the job", words, "problem", remedy)
-    elif not resolve(coordinator.rpartition(":")[0].strip("[]")):
-        remedy = "Mend MESHLOOM_COORDINATOR (HOST:PORT), or the name in DNS."
-        found = f"{words}; that host has no address"
-        yield Finding("place in the job", found, "problem", remedy)
-    else:
+        return
+    if found is None:
+        return
+    words = (
+        f"process {found.process_id} of {found.num_processes}, found from "
+        f"{found.source}; they meet at {found.coordinator}"
+    )
+    if resolve(found.address[0]):
         yield Finding("place in the job", words)
+    else:
+        remedy = "Mend MESHLOOM_COORDINATOR (HOST:PORT), or the name in DNS."
+        words += "; that host has no address"
+        yield Finding("place in the job", words, "problem", remedy)
 
 
 def scheduler(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -42,7 +42,8 @@ class Kubernetes(Submitted):
         """The variables of each container: its place in the job, and the user's.
 
         The number of a process is that of its pod. Of several slices it is the slice *
-        MESHLOOM_PROCESSES_PER_JOB + that, which no manifest can compute.
+        MESHLOOM_PROCESSES_PER_JOB + that, which no manifest can compute; the process
+        does, when it looks for its place.
         """
         job, hosts = self.job, self.hosts()
         env: list[dict[str, Any]] = [
@@ -56,7 +57,6 @@ class Kubernetes(Submitted):
         else:
             env += [
                 _annotation("MESHLOOM_JOB_INDEX", SLICE),
-                _annotation("MESHLOOM_INDEX_IN_JOB", INDEX),
                 _variable("MESHLOOM_PROCESSES_PER_JOB", str(job.hosts)),
             ]
         ours = {variable["name"] for variable in env}

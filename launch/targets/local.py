@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
 
 from .. import flags
 from ..logs import Logs
@@ -47,13 +46,10 @@ class Local(Target):
         return [local_host()] * processes
 
     def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
-        hosts = self.hosts(attempt.processes)
         job = {**os.environ, **self.environment(attempt)}
         return [
             Command(
-                f"worker {number}",
-                self.command,
-                {**job, **own_variables(number, hosts, logs)},
+                f"worker {number}", self.command, {**job, **own_variables(number, logs)}
             )
             for number in range(attempt.processes)
         ]
@@ -63,8 +59,7 @@ def environments(
     processes: int, port: int, *, cpu_devices: int | None = None
 ) -> list[dict[str, str]]:
     """What each process of a job that nobody supervises is told."""
-    hosts: Sequence[str] = [local_host()] * processes
-    job = job_environment(
-        Attempt(1, processes), f"127.0.0.1:{port}", hosts, cpu_devices=cpu_devices
-    )
-    return [{**os.environ, **job, **own_variables(n, hosts)} for n in range(processes)]
+    attempt = Attempt(1, processes)
+    job = job_environment(attempt, f"127.0.0.1:{port}", cpu_devices=cpu_devices)
+    numbers = ({"MESHLOOM_PROCESS_ID": str(n)} for n in range(processes))
+    return [{**os.environ, **job, **number} for number in numbers]

@@ -113,10 +113,6 @@ class Mpi(Target):
 
     def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
         env = {**os.environ, **self.environment(attempt)}
-        hosts = self.hosts(attempt.processes)
-        counts = {hosts.count(host) for host in hosts}
-        if len(counts) == 1:
-            env["MESHLOOM_LOCAL_COUNT"] = str(counts.pop())
         names = carried(env, self._env)
         spell = self._openmpi if self._flavour == "openmpi" else self._mpich
         argv = [

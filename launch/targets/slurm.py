@@ -163,7 +163,6 @@ class SlurmStep(Target):
     def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
         hosts = self.hosts(attempt.processes)
         env = {**os.environ, **self.environment(attempt)}
-        env["MESHLOOM_LOCAL_COUNT"] = str(min(self._each, len(hosts)))
         argv = [
             *("srun", f"--nodes={len(set(hosts))}", f"--ntasks={len(hosts)}"),
             *(f"--ntasks-per-node={self._each}", "--distribution=block"),

@@ -118,7 +118,7 @@ class Ssh(Target):
         hosts = self.hosts(attempt.processes)
         job = {**os.environ, **self.environment(attempt)}
         return [
-            self._command(number, host, {**job, **own_variables(number, hosts, logs)})
+            self._command(number, host, {**job, **own_variables(number, logs)})
             for number, host in enumerate(hosts)
         ]
 
