@@ -9,9 +9,11 @@ from pathlib import Path
 
 import jobs
 import pytest
+import short_runs
 from job_runs import CONFIG
 
-from meshloom.trainer import metrics, rollcall, rollcall_table
+from meshloom.trainer import config_files, metrics, rollcall, rollcall_table
+from meshloom.trainer import train as train_lib
 
 TESTS = Path(__file__).parent
 HERE = socket.gethostname()
@@ -203,6 +205,17 @@ def test_a_config_that_one_process_cannot_read_ends_all(config_file, tmp_path):
     assert (first.status, second.status) == (2, 2), (first, second)
     assert "did you mean 'seed'" in second.stderr
     assert f"process 1 on {HERE} of this job cannot start; it says why" in first.stderr
+
+
+def test_the_step_is_lowered_once_and_its_program_tells_steps_apart(monkeypatch):
+    config = config_files.load([str(TESTS / "tiny.gin")], root=train_lib.Config).config
+    first, second = (short_runs.prepare(config, "data=2") for _ in range(2))
+    other = short_runs.prepare(config, "data=2", max_grad_norm=2.0)
+    assert first.fingerprint() == second.fingerprint() != other.fingerprint()
+    again = type("Again", (), {"lower": lambda *args: pytest.fail("lowered twice")})
+    object.__setattr__(first, "step_fn", again())
+    assert first.compile().as_text()
+    assert first.fingerprint() == second.fingerprint()
 
 
 def report(host: str = "a", **facts) -> dict:
