@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from .place import COORDINATOR, JOIN_SECONDS, Place, is_loopback, loopback_error
+from .statuses import Unreachable
 
 LINE_BYTES = 4096  # of a greeting; whoever sends more is none of us
 RETRY_SECONDS = 0.05
@@ -33,7 +34,7 @@ def resolve(place: Place) -> str:
             break
         except socket.gaierror as error:
             if time.monotonic() > deadline:
-                raise ValueError(
+                raise Unreachable(
                     f"the coordinator's host {host!r} has no address here "
                     f"({error.strerror}). Set {COORDINATOR} to a name or address that "
                     "every host of the job knows."
@@ -110,7 +111,7 @@ class _Reception:
             while len(self._hosts) < place.num_processes:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise ValueError(self._missing())
+                    raise Unreachable(self._missing())
                 for key, _ in self._selector.select(left):
                     if key.fileobj is listener:
                         self._welcome(listener.accept()[0])
@@ -128,7 +129,7 @@ class _Reception:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            raise ValueError(
+            raise Unreachable(
                 f"port {port} of the coordinator {self._place.coordinator} is taken by "
                 f"another program on this host. Set {COORDINATOR} to {host} with "
                 "another port."
@@ -222,7 +223,7 @@ class _Reception:
                 f" {place.coordinator} is {self._bind} here, which can be reached from "
                 "this host only."
             )
-        self._answer({"error": words})
+        self._answer({"error": words, "kind": "unreachable"})
         return words
 
 
@@ -250,12 +251,13 @@ def _attend(place: Place, host: str, has_gpus: bool) -> tuple[str, ...]:
                 return _told(json.loads(text), place)
             problem = "process 0 left while it waited for the others"
         time.sleep(min(RETRY_SECONDS, max(left, 0)))
-    raise ValueError(_unreached(place, host, problem))
+    raise Unreachable(_unreached(place, host, problem))
 
 
 def _told(answer: dict[str, Any], place: Place) -> tuple[str, ...]:
     if "error" in answer:
-        raise ValueError(f"process 0 of this job says: {answer['error']}")
+        kind = Unreachable if answer.get("kind") == "unreachable" else ValueError
+        raise kind(f"process 0 of this job says: {answer['error']}")
     return tuple(map(str, answer["hosts"]))
 
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | 0 | done | waits for the others; done when all are |
 | 2 | input that a person must mend | ends the group, no restart |
-| 69 | its host cannot be reached, or no more (ssh) | ends the group, restarts |
+| 69 | a host or process did not come, or cannot be reached | ends the group, restarts |
 | 75 | preempted: saved and left on SIGTERM | lets the others save, restarts |
 | 76 | its own watchdog ended it | ends the group, restarts |
 | any other, or a signal | a death | ends the group, restarts |
@@ -26,10 +26,17 @@ DONE, GAVE_UP, BAD_INPUT, UNREACHABLE, PREEMPTED, WATCHDOG = 0, 1, 2, 69, 75, 76
 
 MEANINGS = {
     BAD_INPUT: "bad input",
-    UNREACHABLE: "its host cannot be reached",
+    UNREACHABLE: "a host or process cannot be reached",
     PREEMPTED: "preempted",
     WATCHDOG: "its watchdog saw no progress",
 }
+
+
+class Unreachable(Exception):
+    """Something outside of this process is not there, and may be at the next attempt.
+
+    The status is UNREACHABLE, after which a supervisor starts all again.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,10 +139,10 @@ def test_another_state_is_found(whole, struck):
 
 
 def test_a_soak_in_words():
-    found = soak.Soak(4, [2.0, 4.0, 9.0], rate=5.0, full_rate=10.0)
+    found = soak.Soak(4, [2.0, 4.0, 9.0], span=30.0)
     assert "kills recovered from       3 of 4\n" in str(found)
     assert "recovery, median           4.0 s\n" in str(found)
-    assert "goodput                    50 %\n" in str(found)
+    assert "goodput                    50 % of the time had new steps\n" in str(found)
 
 
 def test_wrong_input(tmp_path, capfd):

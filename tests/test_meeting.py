@@ -11,6 +11,7 @@ import pytest
 
 from meshloom.launch import meeting
 from meshloom.launch.place import Place
+from meshloom.launch.statuses import Unreachable
 
 HERE = "127.0.0.1"
 
@@ -38,7 +39,7 @@ def meet_all(*places: Place, late: float = 0.0, with_gpus=()) -> list:
             has_gpus = place.process_id in with_gpus
             name = f"h{place.process_id}"
             return meeting.meet(place, name, HERE, has_gpus=has_gpus)
-        except ValueError as error:
+        except (ValueError, Unreachable) as error:
             return str(error)
 
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
@@ -119,7 +120,7 @@ def test_a_port_that_is_taken(job):
     with socket.socket() as taken:
         taken.bind(job.address)
         taken.listen()
-        with pytest.raises(ValueError, match="is taken by another program on this ho"):
+        with pytest.raises(Unreachable, match="is taken by another program on this ho"):
             meeting.meet(job, "h0", HERE)
 
 
@@ -134,7 +135,7 @@ def test_a_name_that_nobody_knows(job):
     unknown = dataclasses.replace(
         job, coordinator="no.such.host.invalid:1", join_seconds=0
     )
-    with pytest.raises(ValueError, match="'no.such.host.invalid' has no address here"):
+    with pytest.raises(Unreachable, match="'no.such.host.invalid' has no address here"):
         meeting.resolve(unknown)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..launch.masking import masked_command
+from ..launch.statuses import UNREACHABLE, Unreachable
 from . import cli_certify, cli_ckpt, cli_doctor, cli_drill, cli_ledger
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; flushing the rest would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except Unreachable as error:
+        print(f"meshloom: {error}", file=sys.stderr)
+        return UNREACHABLE
     except (ValueError, FloatingPointError, OSError) as error:
         if os.environ.get("MESHLOOM_TRACEBACK") or not _is_meant_for_user(error):
             raise

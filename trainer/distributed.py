@@ -11,6 +11,7 @@ from typing import Any
 
 from ..launch import gpus, meeting
 from ..launch import place as place_lib
+from ..launch.statuses import Unreachable
 
 # How long a process that leaves waits for the others. Processes that trained leave
 # together; one that leaves with an error ends the job for all after this time.
@@ -250,7 +251,7 @@ def wait_for_all(where: str, seconds: float = WAIT_SECONDS) -> None:
             raise
         missing = re.findall(r"^(\d+)$", str(error), re.MULTILINE)
         names = ", ".join(name(int(process)) for process in missing)
-        raise ValueError(
+        raise Unreachable(
             f"waited {seconds:g} s for all processes of this job at {where!r}, but "
             f"{names or 'process ?'} did not come. Look into its log."
         ) from error
