@@ -49,6 +49,17 @@ def add_supervision(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_carried(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable that processes on other hosts get too; may be repeated. "
+        "Those of jax, XLA, NCCL and Meshloom always are.",
+    )
+
+
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command",

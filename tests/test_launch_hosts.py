@@ -1,21 +1,15 @@
 """Jobs over two hosts with addresses of their own, one of which is cut off."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import TINY, command
+from launched import ending, losses, step_of, wait_until
+from tiny_runs import COMMAND, TINY, command
 from two_hosts import ssh_daemon, two_hosts
 
-from meshloom.trainer import metrics
 from meshloom.trainer.cli import main
 
-MESHLOOM = str(Path(sys.executable).with_name("meshloom"))
 NUM_STEPS = 600
 TRAIN = (
     *("train", "--config", TINY, "--steps", str(NUM_STEPS)),
@@ -23,22 +17,10 @@ TRAIN = (
 )
 
 
-def wait_until(done, process: subprocess.Popen, output: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        text = output.read_text(errors="replace")
-        assert process.poll() is None and time.monotonic() < deadline, text
-        time.sleep(0.2)
-
-
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_a_host_that_is_cut_off_and_comes_back(tmp_path):
     run, output = tmp_path / "run", tmp_path / "output"
-
-    def step() -> int:
-        found = run / "logs" / "progress-0.json"
-        return json.loads(found.read_text())["step"] or 0 if found.exists() else 0
 
     def said(words: str):
         return lambda: words in output.read_text(errors="replace")
@@ -47,15 +29,15 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path):
         ssh = ssh_daemon(b, tmp_path / "ssh")
         job = a.start(
             [
-                *(MESHLOOM, "launch", "ssh", "--hosts", f"{a.name},{b.name}"),
+                *(COMMAND, "launch", "ssh", "--hosts", f"{a.name},{b.name}"),
                 *("--ssh", " ".join(ssh), "--cpu-devices", "1"),
                 *("--silence-seconds", "10", "--max-restarts", "20", "--"),
                 *(*TRAIN, "--workdir", str(run)),
             ],
             output,
         )
-        try:
-            wait_until(lambda: step() > 120, job, output, 120)
+        with ending(job):
+            wait_until(lambda: step_of(run) > 120, job, output, 120)
             before = {pid for pid in b.pids() if _is_training(pid)}
             assert before
             b.cut_off()
@@ -69,10 +51,6 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path):
             wait_until(lambda: output.read_text().count(gone) > 1, job, output, 60)
             b.join()
             assert job.wait(240) == 0, output.read_text()
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
     # Bit-equal with a job that nothing happened to, on the same mesh.
     whole = tmp_path / "whole"
     found = command(
@@ -85,11 +63,6 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path):
     assert main(["ledger", "audit", str(run)]) == 0
     last = str(run / "checkpoints" / str(NUM_STEPS))
     assert main(["ckpt", "diff", last, last.replace("/run/", "/whole/")]) == 0
-
-
-def losses(run: Path) -> list[float]:
-    rows = metrics.read(run / "metrics.jsonl")
-    return [row["loss"] for row in rows if "loss" in row]
 
 
 def _is_training(pid: int) -> bool:

@@ -3,12 +3,11 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from test_launch_hosts import losses, wait_until
+from launched import ending, losses, wait_until
 from tiny_runs import COMMAND, TINY, command, refused
 
 from meshloom.launch import target
@@ -186,14 +185,10 @@ def test_told_to_stop_all_save_and_leave(mpirun, tmp_path):
             stderr=file,
             start_new_session=True,
         )
-    try:
+    with ending(job):
         wait_until(lambda: "step 4  held-out" in output.read_text(), job, output, 120)
         job.terminate()
         assert job.wait(60) == 75, output.read_text()
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
     steps = re.findall(r"(\d) \| .* saved at step (\d+)", output.read_text())
     assert sorted(process for process, _ in steps) == ["0", "1"]
     assert len({step for _, step in steps}) == 1

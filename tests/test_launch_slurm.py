@@ -2,19 +2,18 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
+from launched import ending, losses, step_of, wait_until
 from slurm_cluster import slurm_cluster
-from test_launch_hosts import MESHLOOM, losses, wait_until
-from tiny_runs import command, refused
+from tiny_runs import COMMAND, command, refused
 from two_hosts import two_hosts
 
 from meshloom.trainer.cli import main
 
-NUM_STEPS = 24
+NUM_STEPS = 30
 TRAIN = (
     *("train", "--steps", str(NUM_STEPS), "--set", "eval_batches=0"),
     *("--set", "save_every=5", "--set", "sample_prompt=None", "--mesh", "fsdp=2"),
@@ -125,16 +124,12 @@ def test_without_slurm(capfd, monkeypatch, tmp_path):
 def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
     run, output = tmp_path / "run", tmp_path / "output"
 
-    def step() -> int:
-        found = run / "logs" / "progress-0.json"
-        return json.loads(found.read_text())["step"] or 0 if found.exists() else 0
-
     def starts() -> list[dict]:
         rows = (run / "ledger.jsonl").read_text().splitlines()
         return [row for row in map(json.loads, rows) if row["event"] == "start"]
 
     def past(number: int, attempts: int):
-        return lambda: step() >= number and len(starts()) == attempts
+        return lambda: step_of(run) >= number and len(starts()) == attempts
 
     with two_hosts(tmp_path) as (a, b), slurm_cluster(a, b) as env:
         everything = {**os.environ, **env}
@@ -144,34 +139,38 @@ def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
             assert found.returncode == 0, found.stderr
             return found.stdout
 
+        def come_back() -> None:
+            pending = ("squeue", "-h", "-o", "%T")
+            wait_until(lambda: "PENDING" in slurm(*pending), job, output, 60)
+            # Slurm lets a job that comes back wait for two minutes.
+            slurm("scontrol", "update", "JobId=1", "StartTime=now")
+
         job = a.start(
             [
-                *(MESHLOOM, "launch", "slurm", "--nodes", "2", "--cpu-devices", "1"),
+                *(COMMAND, "launch", "slurm", "--nodes", "2", "--cpu-devices", "1"),
                 *("--grace-seconds", "25", "--", *TRAIN, "--workdir", str(run)),
             ],
             output,
             env,
         )
-        try:
+        with ending(job):
             wait_until(past(5, 1), job, output, 180)
+            # To the processes: they save, and start again in the same allocation.
             slurm("scancel", "--signal=TERM", "1")
             wait_until(past(11, 2), job, output, 180)
+            # To the supervisor, as before the limit of time: it requeues the job.
+            slurm("scancel", "--signal=TERM", "--batch", "1")
+            come_back()
+            wait_until(past(17, 3), job, output, 180)
             slurm("scontrol", "requeue", "1")
-            wait_until(
-                lambda: "PENDING" in slurm("squeue", "-h", "-o", "%T"), job, output, 60
-            )
-            # Slurm lets a job that comes back wait for two minutes.
-            slurm("scontrol", "update", "JobId=1", "StartTime=now")
-            assert job.wait(400) == 0, output.read_text()
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
-        assert "Restarts=1" in slurm("scontrol", "show", "job", "1")
+            come_back()
+            assert job.wait(300) == 0, output.read_text()
+        assert "Restarts=2" in slurm("scontrol", "show", "job", "1")
         text = output.read_text()
         assert f"job 1 is RUNNING on {a.name[:-1]}[0-1]" in text
+        assert "putting job 1 back into the queue" in text
     # Every stop was a save: nothing was computed twice.
-    assert len(starts()) == 3 and all(row["devices"] == 2 for row in starts())
+    assert len(starts()) == 4 and all(row["devices"] == 2 for row in starts())
     assert main(["ledger", "audit", str(run)]) == 0
     whole = tmp_path / "whole"
     found = command(

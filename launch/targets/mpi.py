@@ -47,14 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="one more option of mpirun, such as --mpi-option=--report-bindings; may "
         "be repeated",
     )
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a variable that processes on other hosts get too; may be repeated. "
-        "Those of jax, XLA, NCCL and Meshloom always are.",
-    )
+    flags.add_carried(parser)
     flags.add_supervision(parser)
     flags.add_command(parser)
 
