@@ -21,6 +21,8 @@ def ending(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
 
 
 def wait_until(

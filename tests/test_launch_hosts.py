@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 from launched import ending, losses, step_of, wait_until
-from tiny_runs import COMMAND, TINY, command
+from tiny_runs import COMMAND, TINY, command, refused
 from two_hosts import ssh_daemon, two_hosts
 
+from meshloom.launch.logs import Logs
+from meshloom.launch.target import Attempt
+from meshloom.launch.targets.ssh import Ssh
 from meshloom.trainer.cli import main
 
 NUM_STEPS = 600
@@ -15,6 +18,33 @@ TRAIN = (
     *("train", "--config", TINY, "--steps", str(NUM_STEPS)),
     *("--set", "eval_batches=0", "--set", "save_every=100", "--set", "log_every=10"),
 )
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--hosts", "a,a"], "--hosts is 'a,a'; expected different names, such as"),
+        (["--hosts", "a,"], "--hosts is 'a,'; expected different names"),
+        (["--hosts", "me@a"], "--hosts is 'me@a'; the names are used by the processes"),
+        (["--hosts", "a", "--processes-per-host", "0"], "--processes-per-host must be"),
+        (["--hosts", "a", "--ssh", "no-such-ssh"], "--ssh 'no-such-ssh': command not"),
+    ],
+)
+def test_bad_input(flags, words, capfd):
+    argv = ["launch", "ssh", *flags, "--", "train"]
+    assert refused(capfd, argv).startswith(words)
+
+
+def test_values_of_variables_are_on_no_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE", "sentinel")
+    logs = Logs(tmp_path)
+    (found,) = Ssh(["python", "train"], ["far"], env=["MINE"]).start(
+        Attempt(1, 1), logs
+    )
+    assert "sentinel" not in " ".join(found.argv) and found.env["MINE"] == "sentinel"
+    assert "MINE" in found.argv[found.argv.index("near") + 3].split(",")
+    assert found.env["MESHLOOM_COORDINATOR"].startswith("far:")
+    assert (found.host, found.env["MESHLOOM_PROCESS_ID"]) == ("far", "0")
 
 
 @pytest.mark.processes

@@ -111,6 +111,11 @@ def _inside(args: argparse.Namespace, job: str) -> int:
             f"--{given[0].replace('_', '-')} is for a new job, but this is inside job "
             f"{job}, whose nodes are used. Leave it out, or leave the job."
         )
+    if "SLURM_JOB_NODELIST" not in os.environ:
+        raise ValueError(
+            f"SLURM_JOB_ID is {job}, but SLURM_JOB_NODELIST is not set. Unset the "
+            "first to submit a job, or start this in a shell of salloc."
+        )
     target = SlurmStep(
         flags.process(args),
         nodes(os.environ["SLURM_JOB_NODELIST"]),

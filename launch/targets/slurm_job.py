@@ -18,6 +18,7 @@ from ..target import Submitted
 from . import slurm
 
 POLL_SECONDS = 2.0
+FAILURES = 30  # answers in a row that may fail while a job is followed
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 ENDED += ("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED")
 
@@ -72,10 +73,18 @@ class SlurmJob(Submitted):
 
     def follow(self) -> int:
         """Shows the job's log and changes of its state until it has ended."""
-        job, shown, before = self._job, 0, ""
+        job, shown, before, failures = self._job, 0, "", 0
         while True:
-            found = slurm.facts(job)
-            state = found["JobState"]
+            try:
+                found = slurm.facts(job)
+            except ValueError as error:  # Slurm's controller may be restarting
+                failures += 1
+                if failures > FAILURES:
+                    raise
+                say(str(error))
+                time.sleep(POLL_SECONDS)
+                continue
+            state, failures = found["JobState"], 0
             if state != before:
                 where = f" on {found['NodeList']}" * (state == "RUNNING")
                 why = f" ({found['Reason']})" * (state == "PENDING")

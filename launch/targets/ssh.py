@@ -59,6 +59,11 @@ def launch(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--hosts is {args.hosts!r}; expected different names, such as --hosts a,b"
         )
+    if "@" in args.hosts:
+        raise ValueError(
+            f"--hosts is {args.hosts!r}; the names are used by the processes too, so "
+            "give a user by --ssh 'ssh -l USER', or in ~/.ssh/config"
+        )
     if args.processes_per_host < 1:
         raise ValueError(
             f"--processes-per-host must be at least 1, got {args.processes_per_host}"
