@@ -15,6 +15,7 @@ All are run by path with `python -I -S`: they start at once, and nothing that th
 has installed can break them.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -62,10 +63,9 @@ def heir() -> None:
         change = groups.add if line[0] == "+" else groups.discard
         change(int(line[1:]))
     for group in groups:
-        try:
+        # Gone by itself; macOS says so with EPERM.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # gone by itself; macOS says so with EPERM
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ is silent for SILENCE seconds: a host that was cut off must not go on by itself,
 must be free when the job comes back. The exit status travels back through ssh.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -92,7 +93,8 @@ def far() -> int:
     try:
         _attend(child, order["silence"])
     finally:
-        _kill(child.pid)
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(child.pid, signal.SIGKILL)
     status = child.wait()
     return status if status >= 0 else 128 - status
 
@@ -115,13 +117,6 @@ def _attend(child: subprocess.Popen, silence: float) -> None:
                 file=sys.stderr,
             )
             return
-
-
-def _kill(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all have ended
 
 
 def _end(status: int) -> None:

@@ -123,57 +123,19 @@ class Session:
 
     def _run(self, step_fn, position: Position, bad: BadSteps) -> State:
         setup, config, start = self.setup, self.setup.config, position.step
-        bubble = setup.pipeline.simulation.bubble if setup.pipeline else None
-        tokens_per_step = setup.train_data.tokens_per_example * config.batch_size
         writers = self._writers(start)
-        progress = Progress(
-            config.num_steps,
-            start,
-            tokens_per_step,
-            config.model.model_flops(setup.batch),
-            total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
-            self.console,
-            bubble=bubble,
-            enabled=jax.process_index() == 0,
-        )
+        progress = self._progress(start)
         bad.say = progress.message
         record = Recorder(
             progress,
             writers,
-            tokens_per_step,
+            self._tokens_per_step,
             bad,
             self.ledger,
             position.batches_ahead,
-            bubble,
+            self._bubble,
         )
-        built_in: list[loop.Hook] = []
-        if config.check_replicas_every:  # first: what it refuses must not be saved
-            every = config.check_replicas_every
-            built_in.append(CheckReplicas(every, self.folder.path, start))
-        evaluate = None
-        if setup.eval_data is not None:
-            evaluate = Evaluate(
-                config.eval_every,
-                setup.eval_fn,
-                setup.eval_data,
-                config.batch_size,
-                setup.num_eval_batches,
-                setup.batch_shardings,
-                progress,
-                writers,
-            )
-            built_in.append(evaluate)
-        # Last: a run killed right after it resumes here, and must lack no evaluation.
-        save = Save(
-            config.save_every,
-            self.checkpoints,
-            setup,
-            progress,
-            bad,
-            position.batches_ahead,
-            evaluate,
-        )
-        built_in.append(save)
+        hooks, save = self._built_in(position, progress, writers, bad)
         batches = device_batches(
             setup.train_data,
             Order(len(setup.train_data), config.seed),
@@ -192,7 +154,7 @@ class Session:
                     num_steps=config.num_steps,
                     record=record,
                     record_every=config.log_every,
-                    hooks=[self._alive(hook) for hook in (*built_in, *self.hooks)],
+                    hooks=[self._alive(hook) for hook in (*hooks, *self.hooks)],
                     started=lambda step, row: self.pulse.started(step, row["loss"]),
                     should_leave=self.should_leave,
                 )
@@ -206,6 +168,66 @@ class Session:
         finally:
             for writer in writers:
                 writer.close()
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.setup.train_data.tokens_per_example * self.setup.config.batch_size
+
+    @property
+    def _bubble(self) -> float | None:
+        pipeline = self.setup.pipeline
+        return pipeline.simulation.bubble if pipeline else None
+
+    def _progress(self, start: int) -> Progress:
+        setup, config = self.setup, self.setup.config
+        return Progress(
+            config.num_steps,
+            start,
+            self._tokens_per_step,
+            config.model.model_flops(setup.batch),
+            total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
+            self.console,
+            bubble=self._bubble,
+            enabled=jax.process_index() == 0,
+        )
+
+    def _built_in(
+        self,
+        position: Position,
+        progress: Progress,
+        writers: Sequence[metrics.Writer],
+        bad: BadSteps,
+    ) -> tuple[list[loop.Hook], Save]:
+        """The hooks that every run has, in their order; the last one saves."""
+        setup, config = self.setup, self.setup.config
+        hooks: list[loop.Hook] = []
+        if config.check_replicas_every:  # first: what it refuses must not be saved
+            every = config.check_replicas_every
+            hooks.append(CheckReplicas(every, self.folder.path, position.step))
+        evaluate = None
+        if setup.eval_data is not None:
+            evaluate = Evaluate(
+                config.eval_every,
+                setup.eval_fn,
+                setup.eval_data,
+                config.batch_size,
+                setup.num_eval_batches,
+                setup.batch_shardings,
+                progress,
+                writers,
+            )
+            hooks.append(evaluate)
+        # Last: a run killed right after it resumes here, and must lack no evaluation.
+        save = Save(
+            config.save_every,
+            self.checkpoints,
+            setup,
+            progress,
+            bad,
+            position.batches_ahead,
+            evaluate,
+        )
+        return [*hooks, save], save
 
     def _alive(self, hook: loop.Hook) -> loop.Hook:
         return _Alive(hook, self.pulse)
