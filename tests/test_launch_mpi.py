@@ -4,10 +4,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from launched import ending, losses, wait_until
+from test_jobs import ends, is_running
 from tiny_runs import COMMAND, TINY, command, refused
 
 from meshloom.launch import target
@@ -166,6 +169,41 @@ def test_the_same_curve_as_one_process(launcher, one_process, tmp_path):
     assert losses(run) == pytest.approx(one_process, rel=1e-5, abs=0)
     assert len(one_process) == NUM_STEPS
     assert "mesh data=2, fsdp=2" in found.stdout
+
+
+SUPERVISED = """
+import sys
+from pathlib import Path
+from meshloom.launch.settings import Settings
+from meshloom.launch.supervisor import Supervisor
+from meshloom.launch.targets import mpi
+
+folder, mpirun = sys.argv[1:]
+command = ["sh", "-c", "echo $$ > $0/pid-$PPID-$$; exec sleep 100", folder]
+target = mpi.Mpi(command, flavour=mpi.find_flavour(mpirun), mpirun=mpirun)
+Supervisor(target, Path(folder, "logs"), Settings(processes=2)).run()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
+def test_a_killed_supervisor_leaves_nobody_behind(mpirun, tmp_path):
+    output = tmp_path / "output"
+    with open(output, "wb") as file:
+        job = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISED, str(tmp_path), mpirun],
+            env={**os.environ, **AS_ROOT},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    with ending(job):
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, job, output, 60)
+        time.sleep(0.2)
+        pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+        assert all(is_running(pid) for pid in pids)
+        job.kill()
+        assert all(ends(pid) for pid in pids)
 
 
 @pytest.mark.processes
