@@ -25,6 +25,19 @@ def ending(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
             pipe.close()
 
 
+@contextlib.contextmanager
+def heeding_ctrl_c() -> Iterator[None]:
+    """What is started in the block takes SIGINT.
+
+    Tests that a shell runs in the background ignore it, and so would their children.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def wait_until(
     done: Callable[[], bool], process: subprocess.Popen, output: Path, seconds: float
 ) -> None:

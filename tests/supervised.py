@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from launched import heeding_ctrl_c
 from test_jobs import ends
 
 FAKE = Path(__file__).with_name("fake_worker.py")
@@ -39,20 +40,18 @@ class Job:
         settings = {**QUICK, "processes": processes, **settings}
         argv = [sys.executable, "-c", PROGRAM, str(self.logs), json.dumps(command)]
         self._output, self._errors = folder / "stdout", folder / "stderr"
-        before = signal.getsignal(signal.SIGINT)
-        # Tests that a shell runs in the background ignore it, and so would this.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            with open(self._output, "wb") as output, open(self._errors, "wb") as errors:
-                self.process = subprocess.Popen(
-                    [*argv, json.dumps(settings)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout or output,
-                    stderr=errors,
-                    start_new_session=True,
-                )
-        finally:
-            signal.signal(signal.SIGINT, before)
+        with (
+            open(self._output, "wb") as output,
+            open(self._errors, "wb") as errors,
+            heeding_ctrl_c(),
+        ):
+            self.process = subprocess.Popen(
+                [*argv, json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout or output,
+                stderr=errors,
+                start_new_session=True,
+            )
 
     def __enter__(self):
         return self

@@ -273,7 +273,7 @@ def test_a_bad_line_of_a_file_is_named(run, tmp_path, capfd, line, message):
 
 @pytest.mark.parametrize("missing", ["COORDINATOR", "NUM_PROCESSES", "PROCESS_ID"])
 def test_half_a_description_of_a_job(run, capfd, monkeypatch, missing):
-    given = {"COORDINATOR": "127.0.0.1:1", "NUM_PROCESSES": "1", "PROCESS_ID": "0"}
+    given = {"COORDINATOR": "127.0.0.1:1", "NUM_PROCESSES": "2", "PROCESS_ID": "0"}
     for name, value in given.items():
         if name != missing:
             monkeypatch.setenv(f"MESHLOOM_{name}", value)

@@ -8,6 +8,7 @@ import time
 import pytest
 import yaml
 from fake_kubectl import calls, ended, make, path_with, pod
+from launched import ending, heeding_ctrl_c
 from tiny_runs import COMMAND, refused
 
 from meshloom.launch.targets import k8s_cluster
@@ -110,20 +111,23 @@ def test_a_trainjob_is_looked_for_by_its_own_name(cluster):
 
 def test_ctrl_c_leaves_the_job_and_says_how_to_stop_it(tmp_path):
     folder = make(tmp_path / "made", [{"pods": []}])
-    process = subprocess.Popen(
-        [COMMAND, *ARGV, "--apply", *TRAIN],
-        env={**os.environ, "PATH": path_with(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "waiting for the pod" in line:
-            break
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    with heeding_ctrl_c():
+        process = subprocess.Popen(
+            [COMMAND, *ARGV, "--apply", *TRAIN],
+            env={**os.environ, "PATH": path_with(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    with ending(process):
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "waiting for the pod" in line:
+                break
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert out.startswith("The job goes on, unwatched. To stop it: kubectl delete")
     assert "delete" not in verbs(folder)

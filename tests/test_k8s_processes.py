@@ -1,27 +1,20 @@
-"""The pods of a manifest, played by processes of this machine: do they find each other?
+"""The pods of a manifest, played on two hosts of this machine: do they join and train?
 
 Each gets the container's arguments and variables, with its own annotation filled in,
-and sees a hosts file in which the names of all pods are this machine.
+and knows the names of all pods.
 """
 
 import json
-import os
-import signal
-import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 from tiny_runs import COMMAND, TINY
+from two_hosts import two_hosts
 
-from meshloom.launch.group import free_port
 from meshloom.trainer import metrics
 from meshloom.trainer.cli import main
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-# Root needs no user namespace, and some machines have none.
-UNSHARE = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
-AS_A_POD = 'mount --bind "$0" /etc/hosts && exec "$@"'
 
 
 def variables(container: dict, index: int) -> dict[str, str]:
@@ -35,42 +28,28 @@ def variables(container: dict, index: int) -> dict[str, str]:
     return found
 
 
-def start(container: dict, index: int, hosts: Path, log: Path) -> subprocess.Popen:
-    assert container["command"] == ["meshloom"]
-    script = [*UNSHARE, "sh", "-c", AS_A_POD, str(hosts), COMMAND, *container["args"]]
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            script,
-            env={**os.environ, **variables(container, index)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
 @pytest.mark.processes
 def test_pods_join_and_train(tmp_path, capsys):
     run = tmp_path / "run"
     train = ["train", "--config", TINY, "--cpu-devices", "1", "--workdir", str(run)]
-    flags = ["--name", "pods", "--image", "i", "--hosts", "2"]
-    flags += ["--port", str(free_port(set())), "--no-network-policy", "--"]
-    assert main(["launch", "k8s", *flags, *train, "--steps", "2"]) == 0
+    flags = ["--name", "pods", "--image", "i", "--hosts", "2", "--no-network-policy"]
+    assert main(["launch", "k8s", *flags, "--", *train, "--steps", "2"]) == 0
     jobset = yaml.safe_load(capsys.readouterr().out)
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
+    assert (container["command"], job["completions"]) == (["meshloom"], 2)
     names = variables(container, 0)["MESHLOOM_HOSTS"].split(",")
-    hosts = tmp_path / "hosts"
-    text = Path("/etc/hosts").read_text()
-    hosts.write_text(text + "".join(f"\n127.0.0.1 {name}" for name in names) + "\n")
-    logs = [tmp_path / f"{index}.log" for index in range(job["completions"])]
-    pods = [start(container, i, hosts, log) for i, log in enumerate(logs)]
-    try:
+    logs = [tmp_path / f"{index}.log" for index in range(2)]
+    with two_hosts(tmp_path) as hosts:
+        with open(tmp_path / "hosts", "a") as known:
+            for host, name in zip(hosts, names, strict=True):
+                known.write(f"{host.address} {name}\n")
+        argv = [COMMAND, *container["args"]]
+        pods = [
+            host.start(argv, logs[index], variables(container, index))
+            for index, host in enumerate(hosts)
+        ]
         statuses = [pod.wait(200) for pod in pods]
-    finally:
-        for pod in pods:
-            if pod.poll() is None:
-                os.killpg(pod.pid, signal.SIGKILL)
-                pod.wait()
     assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
     assert json.loads((run / "environment.json").read_text())["num_processes"] == 2
     assert [row["step"] for row in metrics.read(run / "metrics.jsonl")] == [1, 2]
