@@ -163,5 +163,5 @@ def test_a_job_that_loses_a_process_ends_as_if_it_had_not(
     found, losses = train(tmp_path, mortal=worker)
     killed = f"attempt 1: worker {worker} was killed by signal 9 (SIGKILL)"
     assert killed in found.stderr and "done at attempt 2" in found.stderr
-    assert re.search(r"^Resuming from step \d+$", found.stdout, re.M)
+    assert re.search(r"^0 \| Resuming from step \d+$", found.stdout, re.M)
     assert losses == uninterrupted

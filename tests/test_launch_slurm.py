@@ -169,8 +169,10 @@ def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
         text = output.read_text()
         assert f"job 1 is RUNNING on {a.name[:-1]}[0-1]" in text
         assert "putting job 1 back into the queue" in text
-    # Every stop was a save: nothing was computed twice.
     assert len(starts()) == 4 and all(row["devices"] == 2 for row in starts())
+    # Every stop was a save, and nothing was computed twice.
+    rows = [json.loads(row) for row in (run / "ledger.jsonl").read_text().splitlines()]
+    assert len([row for row in rows if row["event"] == "preempted"]) == 3
     assert main(["ledger", "audit", str(run)]) == 0
     whole = tmp_path / "whole"
     found = command(

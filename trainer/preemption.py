@@ -1,7 +1,7 @@
 """Being told to leave: the first SIGTERM asks a run to save, the second ends it.
 
-SIGUSR1 is taken for SIGTERM: Open MPI's mpirun passes it on to every process, and kills
-all of them where it is told to end itself.
+SIGUSR1 asks the same, and never ends: mpirun and srun pass it on to every process, but
+have all of them killed where they are told to end themselves.
 
 A scheduler sends SIGTERM to one process or to all, at any moment. All processes of a
 job must save at the same step, so jax's own agreement is used where there are several:
@@ -83,9 +83,9 @@ def _listen(reader: int, told: threading.Event, notice: Callable | None) -> None
             if notice is not None:
                 notice(signal.SIGTERM)
             name = signal.Signals(number[0]).name
-            _say(f"{name}: saving after this step, then leaving; another ends at once")
-        elif now - first > REPEAT_SECONDS:
-            _say(f"second {signal.Signals(number[0]).name}: ending at once")
+            _say(f"{name}: saving after this step, then leaving; SIGTERM ends at once")
+        elif number[0] == signal.SIGTERM and now - first > REPEAT_SECONDS:
+            _say("second SIGTERM: ending at once")
             os._exit(128 + signal.SIGTERM)
 
 

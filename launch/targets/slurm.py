@@ -8,6 +8,7 @@ told to stop and has saved.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -175,7 +176,8 @@ class SlurmStep(Target):
             *("--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none", "--export=ALL"),
             *(*self._options, *rank_command(self.command, logs, sys.executable)),
         ]
-        return [Command("srun", argv, env)]
+        # srun passes this one on, and has everybody killed on SIGTERM.
+        return [Command("srun", argv, env, signal.SIGUSR1)]
 
 
 def ask(*argv: str) -> str:

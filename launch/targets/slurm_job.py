@@ -18,6 +18,7 @@ from ..target import Submitted
 from . import slurm
 
 POLL_SECONDS = 2.0
+POLLS_ENDED = 3  # a job that is put back into the queue has failed for a moment
 FAILURES = 30  # answers in a row that may fail while a job is followed
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 ENDED += ("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED")
@@ -73,7 +74,7 @@ class SlurmJob(Submitted):
 
     def follow(self) -> int:
         """Shows the job's log and changes of its state until it has ended."""
-        job, shown, before, failures = self._job, 0, "", 0
+        job, shown, before, failures, ended = self._job, 0, "", 0, 0
         while True:
             try:
                 found = slurm.facts(job)
@@ -92,7 +93,8 @@ class SlurmJob(Submitted):
                 before = state
             with contextlib.suppress(FileNotFoundError):
                 shown = _show(self._log(job), shown)
-            if state.startswith(ENDED):
+            ended = ended + 1 if state.startswith(ENDED) else 0
+            if state == "COMPLETED" or ended > POLLS_ENDED:
                 return _status(state, found["ExitCode"])
             time.sleep(POLL_SECONDS)
 
