@@ -343,9 +343,9 @@ def _data_build(args) -> None:
 
 
 def _plan_schedule(args) -> None:
-    from . import plan_schedule
+    from .plan import schedule
 
-    plan_schedule.show(args)
+    schedule.show(args)
 
 
 def _generate(args) -> None:
