@@ -196,6 +196,12 @@ class Config:
         causal = c.num_layers * length * c.num_heads * c.head_width
         return 6.0 * num_examples * length * (matmul + causal)
 
+    def costs(self, rows: int, length: int):
+        """What a step on so many examples multiplies and keeps, for a plan."""
+        from .costs import costs
+
+        return costs(self, rows, length)
+
     @property
     def make(self):
         """Makes the module, from random numbers."""

@@ -1,0 +1,208 @@
+"""What a transformer's step multiplies and keeps, as arrays with logical axes.
+
+Read off layers.py and remat.py, and checked against them: what a block keeps is what
+jax's own differentiation of it keeps, the products are those of the compiled step
+(tests/test_costs.py, tests/test_plan_tpu.py). Nothing here names a mesh, so a plan
+cuts these arrays by the same rules as the model cuts its own.
+"""
+
+import dataclasses
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .layers import RESIDUAL
+
+if TYPE_CHECKING:
+    from .transformer import Config
+
+Axes = tuple[str | None, ...]
+WHOLE = ("batch", "length", "embed")
+FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Of one block or of the head, for all examples of a microbatch together."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: Axes
+    itemsize: int
+    count: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.itemsize * math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product: every dimension that it runs over, contracted ones too.
+
+    Attributes:
+      weight: the parameter that it multiplies with; "" for activations alone.
+      summed: the logical axis of a weight that is contracted, where cutting it makes
+        the results of devices parts of a sum; its gradient then has the same for
+        `spread`, the axis of the result.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: Axes
+    weight: str = ""
+    summed: str = ""
+    spread: str = ""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Of `rows` examples of `length` positions.
+
+    Attributes:
+      products: of one block, forward.
+      recomputed: names of those that its backward pass does again.
+      head: the product of the head.
+      residual: the array between two blocks.
+      kept: what one block keeps for its backward pass, its input included.
+      keeps_weights: whether it also keeps its weights as gathered and cast.
+      attention, mlp: what is alive at once while the backward pass of that part of a
+        block runs, beside what was kept.
+      logits: with their gradient.
+    """
+
+    products: tuple[Product, ...]
+    recomputed: frozenset[str]
+    head: Product
+    residual: Array
+    kept: tuple[Array, ...]
+    keeps_weights: bool
+    attention: tuple[Array, ...]
+    mlp: tuple[Array, ...]
+    logits: Array
+
+
+# The last product of a block only adds to the residual stream: what comes after needs
+# its result, the block's own backward pass does not.
+RECOMPUTED = {
+    "none": frozenset(),
+    "full": frozenset(("qkv", "scores", "attend", "out", "up")),
+    "save-dots": frozenset(("scores", "attend")),
+    "save-named": frozenset(("scores",)),
+}
+
+
+def costs(config: "Config", rows: int, length: int) -> Costs:
+    c, size = config, 2 if config.compute_dtype == "bfloat16" else FLOAT32
+    D, H, G, K, F = c.d_model, c.num_heads, c.kv_heads, c.head_width, c.d_ff
+    B, L, parts = rows, length, 2 if c.mlp == "swiglu" else 1
+    up = "gate_up" if c.mlp == "swiglu" else "up"
+    grouped, kv = (G, H // G + 2, K), ("kv_heads", None, "head_dim")
+    heads = ("heads", "head_dim")
+    tokens, positions = (B, L), ("batch", "length")
+    squares, by_head = (B, H, L, L, K), ("batch", "heads", "length", None, "head_dim")
+    products = (
+        Product(
+            "qkv",
+            (*tokens, D, *grouped),
+            (*positions, "embed", *kv),
+            "blocks/attention/qkv",
+            spread="kv_heads",
+        ),
+        Product("scores", squares, by_head),
+        Product("attend", squares, by_head),
+        Product(
+            "out",
+            (*tokens, H, K, D),
+            (*positions, *heads, "embed"),
+            "blocks/attention/out",
+            summed="heads",
+        ),
+        Product(
+            "up",
+            (*tokens, D, parts, F),
+            (*positions, "embed", None, "mlp"),
+            f"blocks/mlp/{up}",
+            spread="mlp",
+        ),
+        Product(
+            "down",
+            (*tokens, F, D),
+            (*positions, "mlp", "embed"),
+            "blocks/mlp/down",
+            summed="mlp",
+        ),
+    )
+    head = Product(
+        "head",
+        (*tokens, D, c.padded_vocab),
+        (*positions, "embed", "vocab"),
+        "embedding" if c.tied_head else "head",
+        spread="vocab",
+    )
+
+    def array(name, shape, axes, itemsize=size, count=1):
+        return Array(name, shape, axes, itemsize, count)
+
+    residual = array("block input", (B, L, D), RESIDUAL)
+    qkv = array("qkv", (B, L, *grouped), (*positions, *kv))
+    attended = array("attended", (B, L, H, K), (*positions, *heads))
+    hidden = array("hidden", (B, L, parts, F), (*positions, None, "mlp"))
+    half = array("activated", (B, L, F), (*positions, "mlp"))
+    scores = array("scores", (B, H, L, L), by_head[:4])
+    exact = replace(scores, name="scores, float32", itemsize=FLOAT32)
+    kept = {
+        "full": (residual,),
+        "save-dots": (residual, qkv, array("out", (B, L, D), WHOLE), hidden),
+        "save-named": (
+            residual,
+            qkv,
+            attended,
+            array("middle", (B, L, D), RESIDUAL),
+            hidden,
+        ),
+    }
+    return Costs(
+        products=products,
+        recomputed=RECOMPUTED[c.remat],
+        head=head,
+        residual=residual,
+        kept=kept.get(c.remat) or _everything(residual, qkv, attended, half, scores),
+        keeps_weights=c.remat == "none",
+        attention=(
+            replace(exact, count=2),
+            scores,
+            replace(qkv, count=2),
+            attended,
+        ),
+        mlp=(replace(hidden, count=2), half),
+        logits=array("logits", (B, L, c.padded_vocab), (*positions, "vocab"), count=2),
+    )
+
+
+def _everything(
+    residual: Array,
+    qkv: Array,
+    attended: Array,
+    half: Array,
+    scores: Array,
+) -> tuple[Array, ...]:
+    """Without remat: all that the rules of differentiation ask for, some of it twice.
+
+    The softmax keeps its result in float32 and as it goes into the product; each norm
+    keeps three arrays in float32 and its result; the activation keeps every factor.
+    """
+    exact = {"itemsize": FLOAT32}
+    return (
+        replace(residual, name="norms, float32", count=6, **exact),
+        replace(residual, name="normed", axes=WHOLE, count=2),
+        qkv,
+        attended,
+        scores,
+        replace(scores, name="scores, float32", **exact),
+        replace(half, name="hidden and activation", count=6),
+    )
