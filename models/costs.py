@@ -71,8 +71,9 @@ class Costs:
       kept: what one block keeps for its backward pass, its input included.
       keeps_weights: whether it also keeps its weights as gathered and cast.
       attention, mlp: what is alive at once while the backward pass of that part of a
-        block runs, beside what was kept.
-      logits: with their gradient.
+        block runs, beside what was kept. Under full remat the block was computed again
+        before, so during the MLP's part scores wait for attention's.
+      logits: in the type of computing; float32 is never stored.
     """
 
     products: tuple[Product, ...]
@@ -96,7 +97,12 @@ RECOMPUTED = {
 }
 
 
-def costs(config: "Config", rows: int, length: int) -> Costs:
+def costs(config: "Config", rows: int, length: int, *, fused: bool = False) -> Costs:
+    """The costs of a microbatch of `rows` examples.
+
+    Args:
+      fused: whether attention is one kernel that never stores its scores.
+    """
     c, size = config, 2 if config.compute_dtype == "bfloat16" else FLOAT32
     D, H, G, K, F = c.d_model, c.num_heads, c.kv_heads, c.head_width, c.d_ff
     B, L, parts = rows, length, 2 if c.mlp == "swiglu" else 1
@@ -166,22 +172,41 @@ def costs(config: "Config", rows: int, length: int) -> Costs:
             hidden,
         ),
     }
+    waiting = () if fused else (scores, exact)
     return Costs(
         products=products,
         recomputed=RECOMPUTED[c.remat],
         head=head,
         residual=residual,
-        kept=kept.get(c.remat) or _everything(residual, qkv, attended, half, scores),
+        kept=kept.get(c.remat) or _everything(residual, qkv, attended, half, waiting),
         keeps_weights=c.remat == "none",
         attention=(
-            replace(exact, count=2),
-            scores,
+            *_scores_at_once(c, scores, exact, fused),
             replace(qkv, count=2),
             attended,
         ),
-        mlp=(replace(hidden, count=2), half),
-        logits=array("logits", (B, L, c.padded_vocab), (*positions, "vocab"), count=2),
+        mlp=(
+            *(waiting if c.remat == "full" else ()),
+            replace(hidden, count=2),
+            half,
+        ),
+        logits=array("logits", (B, L, c.padded_vocab), (*positions, "vocab")),
     )
+
+
+def _scores_at_once(
+    c: "Config", scores: Array, exact: Array, fused: bool
+) -> tuple[Array, ...]:
+    """Of the softmax's result and its gradient, what the compiler stores at once.
+
+    Both in float32; where heads share keys, it never stores the gradient, but keeps the
+    result as it goes into the product (seen in compiled programs of both kinds).
+    """
+    if fused:
+        return ()
+    if c.num_heads > c.kv_heads:
+        return scores, exact
+    return (replace(exact, count=2),)
 
 
 def _everything(
@@ -189,20 +214,18 @@ def _everything(
     qkv: Array,
     attended: Array,
     half: Array,
-    scores: Array,
+    scores: tuple[Array, ...],
 ) -> tuple[Array, ...]:
     """Without remat: all that the rules of differentiation ask for, some of it twice.
 
     The softmax keeps its result in float32 and as it goes into the product; each norm
     keeps three arrays in float32 and its result; the activation keeps every factor.
     """
-    exact = {"itemsize": FLOAT32}
     return (
-        replace(residual, name="norms, float32", count=6, **exact),
+        replace(residual, name="norms, float32", count=6, itemsize=FLOAT32),
         replace(residual, name="normed", axes=WHOLE, count=2),
         qkv,
         attended,
-        scores,
-        replace(scores, name="scores, float32", **exact),
+        *scores,
         replace(half, name="hidden and activation", count=6),
     )

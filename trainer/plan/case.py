@@ -17,9 +17,10 @@ from ...sharding import MeshSpec, Resolved, Rules, parse_plan, resolve
 from ...sharding.mesh import mesh_sizes
 from ...sharding.resolve import resolve_dimensions
 from ...sharding.rules import Role
+from ...sharding.tree import ResolvedArray
 from ..pipelining import Plan as PipelinePlan
 from ..pipelining import plan_pipeline
-from ..state import Layout, plan_layout
+from ..state import State, plan_layout
 from .hardware import Target
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Case:
     spec: MeshSpec
     sizes: dict[str, int]
     rules: Rules
-    layout: Layout
+    params: Resolved
+    opt_state: Resolved
     gradients: Resolved
     compute: Resolved
     pipeline: PipelinePlan | None
@@ -122,6 +124,31 @@ class Case:
     def is_block(self, path: str) -> bool:
         return path.startswith("blocks/")
 
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that cut the examples."""
+        return self.cuts(("batch",), (self.rows,))
+
+    def takes_slice(self, axes: Sequence[str]) -> bool:
+        """Whether groups along these axes are whole slices of a 3-D torus.
+
+        There the compiler makes all-reduces of gathers and scatters (seen on v5p).
+        """
+        size = math.prod(self.sizes[axis] for axis in axes)
+        return self.target.device.torus == 3 and size == math.prod(self.target.shape)
+
+    def scatters_in_ring(self, axes: Sequence[str]) -> bool:
+        """Whether a gradient's product and its scatter over `axes` become one ring.
+
+        The compiler for TPUs does that where no other axis cuts the batch: then the
+        scatter is all that the sum over devices needs.
+        """
+        return (
+            bool(self.target.device.torus)
+            and set(axes) == set(self.batch_axes)
+            and not self.takes_slice(axes)
+        )
+
 
 @functools.cache
 def tiled_bytes(shape: tuple[int, ...], itemsize: int) -> int:
@@ -147,16 +174,15 @@ def make_case(config: "Config", target: Target) -> Case:
     model: Any = config.model
     if not hasattr(model, "costs"):
         raise ValueError(
-            f"model {type(model).__name__} has no method `costs`, so a plan cannot know "
-            "what its step keeps and multiplies. Write one as models/costs.py does, or "
-            "see its parameters alone with meshloom explain."
+            f"model {type(model).__name__} has no method `costs`, so a plan cannot "
+            "know what its step keeps and multiplies. Write one as models/costs.py "
+            "does, or see its parameters alone with meshloom explain."
         )
     spec = _with_slices(config.mesh, target)
     mesh = spec.abstract(target.num_devices)
     sizes, rules = mesh_sizes(mesh), parse_plan(config.plan)
     pipeline = plan_pipeline(config, mesh, rules)
-    layout = _layout(config, sizes, pipeline)
-    shapes, axes = layout.abstract.params, layout.axes.params
+    state, axes = _abstract_state(config.model, config.optimizer)
     num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches
     num, length = num or 1, _length(config)
     if config.batch_size % num:
@@ -174,29 +200,37 @@ def make_case(config: "Config", target: Target) -> Case:
             name=f"batch_size {config.batch_size}{what}",
             role="compute",
         )
+
+    def cut(tree: Any, axes: Any, role: Role) -> Resolved:
+        return resolve(tree, rules, sizes, axes=axes, role=role)
+
     return Case(
         config=config,
         target=target,
         spec=spec,
         sizes=sizes,
         rules=rules,
-        layout=layout,
-        gradients=resolve(shapes, rules, sizes, axes=axes, role="optimizer"),
-        compute=resolve(shapes, rules, sizes, axes=axes, role="compute"),
+        params=cut(state.params, axes.params, "param"),
+        opt_state=cut(state.opt_state, axes.opt_state, "optimizer"),
+        gradients=cut(state.params, axes.params, "optimizer"),
+        compute=cut(state.params, axes.params, "compute"),
         pipeline=pipeline,
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=model.costs(rows, length),
+        costs=model.costs(
+            rows, length, platform="tpu" if target.device.torus else "gpu"
+        ),
     )
 
 
-def _layout(config: "Config", sizes: dict[str, int], pipeline: Any) -> Layout:
-    learning_rate = config.schedule.make(config.num_steps)
-    tx = config.optimizer.make(learning_rate, config.model.axes())
-    mesh: Any = MeshSpec(**sizes).abstract()
-    order = pipeline.order if pipeline else None
-    return plan_layout(config.model, tx, parse_plan(config.plan), mesh, order)
+@functools.lru_cache(maxsize=16)
+def _abstract_state(model: Any, optimizer: Any) -> tuple[State, State]:
+    """Shapes of the state and their logical axes; no mesh changes either."""
+    # What the learning rate is matters to no shape.
+    tx = optimizer.make(lambda step: 0.0, model.axes())
+    layout = plan_layout(model, tx, parse_plan("data"), MeshSpec().abstract())
+    return layout.abstract, layout.axes
 
 
 def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:
@@ -223,3 +257,9 @@ def _length(config: "Config") -> int:
             "opens no data. Plan with one of the sources of meshloom.trainer.data."
         )
     return length
+
+
+def more_cut(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
+    """Mesh axes that cut an array as stored and not as computed with."""
+    cut = {axis for d in whole.dimensions for axis in d.mesh_axes}
+    return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in cut)

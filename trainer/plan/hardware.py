@@ -45,8 +45,8 @@ class Device:
         for name in ("flops", "hbm", "hbm_bandwidth", "link", "network"):
             if not getattr(self, name) > 0:
                 raise ValueError(
-                    f"device {self.name!r}: {name} is {getattr(self, name)!r}; expected "
-                    "a number above 0, in FLOP/s, bytes or bytes a second"
+                    f"device {self.name!r}: {name} is {getattr(self, name)!r}; "
+                    "expected a number above 0, in FLOP/s, bytes or bytes a second"
                 )
 
 
@@ -161,8 +161,8 @@ class Target:
         """The name that libtpu knows one slice by."""
         if not self.device.torus:
             raise ValueError(
-                f"target {self.name!r}: {self.device.name} is no TPU, and only for TPUs "
-                "can a step be compiled. Leave out --compile."
+                f"target {self.name!r}: {self.device.name} is no TPU, and only for "
+                "TPUs can a step be compiled. Leave out --compile."
             )
         return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
 
@@ -212,8 +212,8 @@ def _own(text: str, words: str, *settings: str) -> Target:
     given = dict(setting.partition("=")[::2] for setting in settings)
     if sorted(given) != sorted(names):
         raise ValueError(
-            f"target {text!r}: it gives {', '.join(given) or 'no numbers'}; a device of "
-            f"one's own needs {', '.join(names)}, each once"
+            f"target {text!r}: it gives {', '.join(given) or 'no numbers'}; a "
+            f"device of one's own needs {', '.join(names)}, each once"
         )
     try:
         numbers = {name: float(value) for name, value in given.items()}

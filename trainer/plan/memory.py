@@ -16,8 +16,12 @@ beside those of the microbatch at hand; it keeps what waits in its slots.
 """
 
 import dataclasses
+import math
 
-from .case import FLOAT32, Case
+from .case import FLOAT32, Case, more_cut
+
+# Seen with 4 devices, and no longer with 8.
+UNROLLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +67,8 @@ class Memory:
 
 def memory(case: Case) -> Memory:
     state = (
-        Part("parameters", sum(case.resident(case.layout.params).values())),
-        Part("optimizer state", sum(case.resident(case.layout.opt_state).values())),
+        Part("parameters", sum(case.resident(case.params).values())),
+        Part("optimizer state", sum(case.resident(case.opt_state).values())),
         Part("batch", _batch_bytes(case)),
     )
     moments = _pipeline_moments(case) if case.pipeline else _moments(case)
@@ -85,7 +89,7 @@ def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
         "head": (
             *common,
             *kept,
-            Part("logits", case.bytes(costs.logits), "and their gradient"),
+            _logits(case),
             Part("weights, gathered", head, "of the head"),
             Part("residual stream", 3 * residual, "before and after the last norm"),
         ),
@@ -111,8 +115,14 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
     ratio = case.itemsize / FLOAT32
     residual = case.bytes(costs.residual)
     stored, stored_outside = _gradients(case)
+    # Of several chunks the one at hand is copied out, for the loop over its layers.
+    chunk_copy = stage / R if R > 1 else 0
     if case.config.pipeline.gather == "step":
-        weights = Part("weights, gathered", round(ratio * (stage + outside)), "stage")
+        weights = Part(
+            "weights, gathered",
+            round(ratio * (stage + chunk_copy + outside)),
+            "of the stage and outside",
+        )
         sums = Part("gradient sums", stage + outside, "of the stage and outside")
     else:
         layer = round(stage / case.layers)
@@ -175,6 +185,27 @@ def _working(case: Case) -> Part:
     return Part("working", by_part[name], f"{name} of one block")
 
 
+def _logits(case: Case) -> Part:
+    """Logits, and their gradient where the compiler does not fuse it into its uses.
+
+    A ring of the head's gradient is a loop, and what a loop reads must be stored; up to
+    UNROLLED devices it is no loop. A GPU's products take stored operands only.
+    """
+    size = case.bytes(case.costs.logits)
+    head = case.costs.head.weight
+    stored, whole = (
+        next(a for a in tree.arrays if a.path == head)
+        for tree in (case.gradients, case.compute)
+    )
+    axes = more_cut(stored, whole)
+    is_loop = case.scatters_in_ring(axes) and (
+        math.prod(case.sizes[axis] for axis in axes) > UNROLLED
+    )
+    if is_loop or not case.target.device.torus:
+        return Part("logits", 2 * size, "and their gradient")
+    return Part("logits", size)
+
+
 def _sum(case: Case, arrays) -> int:
     return sum(case.bytes(array) for array in arrays)
 
@@ -187,15 +218,23 @@ def _gradients(case: Case) -> tuple[int, int]:
 
 
 def _head_gradient(case: Case) -> int:
-    return case.resident(case.gradients, FLOAT32)[case.costs.head.weight]
+    """It waits for the update: scattered, or whole where the sum is an all-reduce."""
+    head = case.costs.head.weight
+    stored, whole = (
+        next(a for a in tree.arrays if a.path == head)
+        for tree in (case.gradients, case.compute)
+    )
+    if case.takes_slice(more_cut(stored, whole)):
+        return case.resident(case.compute, case.itemsize)[head]
+    return case.resident(case.gradients, FLOAT32)[head]
 
 
 def _cast(case: Case) -> int:
     """Of stored block weights, where they are stored in another type."""
-    stored = case.layout.params.arrays
+    stored = case.params.arrays
     if all(a.itemsize == case.itemsize for a in stored):
         return 0
-    found = case.resident(case.layout.params, case.itemsize)
+    found = case.resident(case.params, case.itemsize)
     return sum(b for path, b in found.items() if _is_gathered(case, path))
 
 

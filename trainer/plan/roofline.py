@@ -89,8 +89,8 @@ def hbm_bytes(case: Case) -> float:
     layers = case.layers
     if case.pipeline is not None:
         layers //= case.pipeline.schedule.num_chunks
-    state = sum(case.resident(case.layout.params).values())
-    state += sum(case.resident(case.layout.opt_state).values())
+    state = sum(case.resident(case.params).values())
+    state += sum(case.resident(case.opt_state).values())
     gradients = sum(case.resident(case.gradients, FLOAT32).values())
     gathered = case.resident(case.compute, case.itemsize)
     block = sum(b for p, b in gathered.items() if case.is_block(p)) / case.layers

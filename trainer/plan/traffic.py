@@ -6,9 +6,9 @@ whole in the group. What goes over the wire is in `sent`.
   weights    each matrix is gathered in the type of computing where it is used, and
              once more in the backward pass unless that was kept
   gradients  a matrix's gradient is scattered where its parameter is cut, in the type of
-             computing. On TPUs the compiler makes a ring of the product and the
-             scatter: n + 1 sends of 1/n. The gradient of a look-up goes by an
-             all-to-all of the activations' gradient instead
+             computing. For TPUs the compiler makes a ring of the product and the
+             scatter where it can: n + 1 sends of 1/n. The gradient of a look-up goes
+             by an all-to-all of the activations' gradient instead
   sums       a product over a dimension that is cut gives parts of a sum: one all-reduce
              of the residual stream forward (out, down), one backward (qkv, up, head)
   pipeline   every tick sends one activation each way; embedding and head are shared
@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .case import FLOAT32, Case
+from .case import FLOAT32, Case, more_cut
 from .flops import ticks
 
 
@@ -65,25 +65,24 @@ def by_axes(transfers: tuple[Transfer, ...]) -> dict[tuple[str, ...], int]:
 
 def _weights(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
-    for stored, whole in zip(
-        case.layout.params.arrays, case.compute.arrays, strict=True
-    ):
-        axes = _more(case, stored, whole)
+    for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
+        axes = more_cut(stored, whole)
         uses = 1
         if case.is_block(stored.path) and not case.costs.keeps_weights:
             uses = 2
         size = whole.bytes_per_device // whole.itemsize * case.itemsize
-        yield Transfer("all-gather", axes, each * uses * size, "weights")
+        kind = "all-reduce" if axes and case.takes_slice(axes) else "all-gather"
+        yield Transfer(kind, axes, each * uses * size, "weights")
 
 
 def _gradients(case: Case) -> Iterator[Transfer]:
-    each, batch = case.num_microbatches, _batch_axes(case)
+    each, batch = case.num_microbatches, case.batch_axes
     products = {p.weight for p in (*case.costs.products, case.costs.head)}
     for gradient, whole in zip(case.gradients.arrays, case.compute.arrays, strict=True):
         is_product = whole.path in products
         itemsize = case.itemsize if is_product else whole.itemsize
         size = each * whole.bytes_per_device // whole.itemsize * itemsize
-        axes = _more(case, gradient, whole)
+        axes = more_cut(gradient, whole)
         if is_product:
             yield _scatter(case, axes, size)
         rest = tuple(axis for axis in batch if axis not in axes)
@@ -95,14 +94,15 @@ def _gradients(case: Case) -> Iterator[Transfer]:
         for tree in (case.gradients, case.compute)
     )
     moved = each * case.bytes(case.costs.residual)
-    yield Transfer("all-to-all", _more(case, table, whole), moved, "gradients")
+    yield Transfer("all-to-all", more_cut(table, whole), moved, "gradients")
 
 
 def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
-    n = math.prod(case.sizes[axis] for axis in axes)
-    if not case.target.device.torus:
-        return Transfer("reduce-scatter", axes, size, "gradients")
-    return Transfer("collective-permute", axes, size * (n + 1) // n, "gradients")
+    if axes and case.scatters_in_ring(axes):
+        n = math.prod(case.sizes[axis] for axis in axes)
+        return Transfer("collective-permute", axes, size * (n + 1) // n, "gradients")
+    kind = "all-reduce" if axes and case.takes_slice(axes) else "reduce-scatter"
+    return Transfer(kind, axes, size, "gradients")
 
 
 def _sums(case: Case) -> Iterator[Transfer]:
@@ -153,9 +153,9 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
     if late:
         found = case.pipeline.simulation
         gathers, scatters = found.weight_gathers, found.weight_scatters
-    batch = _batch_axes(case)
+    batch = case.batch_axes
     for stored, gradient, whole in zip(
-        case.layout.params.arrays,
+        case.params.arrays,
         case.gradients.arrays,
         case.compute.arrays,
         strict=True,
@@ -166,7 +166,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
             ("all-gather", stored, gathers, case.itemsize),
             ("reduce-scatter", gradient, scatters, FLOAT32),
         ):
-            axes = _more(case, tree, whole)
+            axes = more_cut(tree, whole)
             # One axis after the other, the major one last when gathering.
             size = elements * itemsize
             for axis in axes:
@@ -189,15 +189,3 @@ def _cut_of(case: Case, product, name: str) -> tuple[str, ...]:
     place = product.axes.index(name)
     cut = case.cuts((name,), (product.shape[place],))
     return tuple(axis for axis in case.sizes if axis in cut)
-
-
-def _more(case: Case, stored, whole) -> tuple[str, ...]:
-    """Mesh axes that cut an array as stored and not as computed with."""
-    cut = {axis for d in stored.dimensions for axis in d.mesh_axes}
-    cut -= {axis for d in whole.dimensions for axis in d.mesh_axes}
-    order = [axis for d in stored.dimensions for axis in d.mesh_axes]
-    return tuple(axis for axis in order if axis in cut)
-
-
-def _batch_axes(case: Case) -> tuple[str, ...]:
-    return case.cuts(("batch",), (case.rows,))
