@@ -185,11 +185,6 @@ def make_case(config: "Config", target: Target) -> Case:
     state, axes = _abstract_state(config.model, config.optimizer)
     num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches
     num, length = num or 1, _length(config)
-    if config.batch_size % num:
-        raise ValueError(
-            f"batch_size {config.batch_size} cannot be cut into {num} microbatches; "
-            "take a number that divides it"
-        )
     rows = config.batch_size // num
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
         resolve_dimensions(

@@ -209,7 +209,8 @@ def _sizes(text: str, words: str, num: int) -> tuple[int, ...]:
 def _own(text: str, words: str, *settings: str) -> Target:
     nodes, each = _sizes(text, words, 2)
     names = [f.name for f in dataclasses.fields(Device)][1:6]
-    given = dict(setting.partition("=")[::2] for setting in settings)
+    parts = [setting.partition("=") for setting in settings]
+    given = {name: value for name, _, value in parts}
     if sorted(given) != sorted(names):
         raise ValueError(
             f"target {text!r}: it gives {', '.join(given) or 'no numbers'}; a "
