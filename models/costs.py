@@ -73,6 +73,7 @@ class Costs:
       attention, mlp: what is alive at once while the backward pass of that part of a
         block runs, beside what was kept. Under full remat the block was computed again
         before, so during the MLP's part scores wait for attention's.
+      attention_cut: what comes to `attention` where heads are cut over devices.
       logits: in the type of computing; float32 is never stored.
     """
 
@@ -83,6 +84,7 @@ class Costs:
     kept: tuple[Array, ...]
     keeps_weights: bool
     attention: tuple[Array, ...]
+    attention_cut: tuple[Array, ...]
     mlp: tuple[Array, ...]
     logits: Array
 
@@ -173,6 +175,7 @@ def costs(config: "Config", rows: int, length: int, *, fused: bool = False) -> C
         ),
     }
     waiting = () if fused else (scores, exact)
+    at_once, if_cut = ((), ()) if fused else _scores_at_once(c, scores, exact)
     return Costs(
         products=products,
         recomputed=RECOMPUTED[c.remat],
@@ -181,10 +184,11 @@ def costs(config: "Config", rows: int, length: int, *, fused: bool = False) -> C
         kept=kept.get(c.remat) or _everything(residual, qkv, attended, half, waiting),
         keeps_weights=c.remat == "none",
         attention=(
-            *_scores_at_once(c, scores, exact, fused),
+            *at_once,
             replace(qkv, count=2),
             attended,
         ),
+        attention_cut=if_cut,
         mlp=(
             *(waiting if c.remat == "full" else ()),
             replace(hidden, count=2),
@@ -195,18 +199,22 @@ def costs(config: "Config", rows: int, length: int, *, fused: bool = False) -> C
 
 
 def _scores_at_once(
-    c: "Config", scores: Array, exact: Array, fused: bool
-) -> tuple[Array, ...]:
-    """Of the softmax's result and its gradient, what the compiler stores at once.
+    c: "Config", scores: Array, exact: Array
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """(stored at once in attention's backward pass, and more where heads are cut).
 
-    Both in float32; where heads share keys, it never stores the gradient, but keeps the
-    result as it goes into the product (seen in compiled programs of both kinds).
+    Read off compiled programs. The softmax's result and its gradient, both in float32;
+    where heads share keys, the gradient as it goes into the products. Where attention
+    itself is computed again, its result as it went into the product waits too, for the
+    gradient of the values: always under save-dots; under full the compiler does that
+    product first, unless heads are cut over devices.
     """
-    if fused:
-        return ()
-    if c.num_heads > c.kv_heads:
-        return scores, exact
-    return (replace(exact, count=2),)
+    shared = c.num_heads > c.kv_heads
+    least = (scores, exact) if shared else (replace(exact, count=2),)
+    waits = (scores,)
+    if c.remat == "save-dots":
+        return (*least, *waits), ()
+    return least, waits if c.remat == "full" else ()
 
 
 def _everything(

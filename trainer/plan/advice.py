@@ -37,7 +37,7 @@ class Change:
 
     def __str__(self) -> str:
         device = self.plan.target.device
-        share = self.plan.memory.peak / device.hbm
+        share = self.plan.memory.peak / device.usable
         more = self.slower - 1
         words = f"{more:+.0%} time an example" if abs(more) >= 0.005 else "no slower"
         return f"{' '.join(self.flags)}: {share:.0%} of memory, {words}"

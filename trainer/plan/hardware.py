@@ -25,6 +25,7 @@ class Device:
       link: of one link to a neighbour; of a GPU, of all its links to the switch.
       torus: dimensions of the torus that joins chips; 0 where a switch joins devices.
       wraps: the size of a torus dimension, and its multiples, that close to a ring.
+      available: of hbm, what programs may use; None where that is not known to be less.
       cores: what a name such as v5p-128 counts for each chip.
       network: a device's share of what joins slices or nodes.
       source: where the numbers are published.
@@ -38,8 +39,13 @@ class Device:
     network: float
     torus: int = 0
     wraps: int = 0
+    available: float | None = None
     cores: int = 1
     source: str = "the user"
+
+    @property
+    def usable(self) -> float:
+        return self.hbm if self.available is None else self.available
 
     def __post_init__(self):
         for name in ("flops", "hbm", "hbm_bandwidth", "link", "network"):
@@ -55,6 +61,8 @@ class Device:
 # DCN elsewhere: jax-ml.github.io/scaling-book/tpus, "TPU specs". HBM is what the
 # page calls GiB or GB; memory is made in powers of two, so both are taken as GiB.
 _TPU = "cloud.google.com/tpu/docs/{}; jax-ml.github.io/scaling-book/tpus"
+# What programs may use of it is in the compiler's own words, where it refuses one for
+# want of memory (libtpu 0.0.51: "exceeds available HBM (15.75G)").
 # nvidia.com/data-center, data sheets of H100 SXM and A100 80GB SXM. Links: NVLink's 900
 # and 600 GB/s are both ways together. Network: one 400 or 200 Gb/s adapter for each
 # GPU, as in DGX H100 and DGX A100.
@@ -79,6 +87,7 @@ DEVICES = {
             name="v5e",
             flops=197e12,
             hbm=16 * _GIB,
+            available=15.75 * _GIB,
             hbm_bandwidth=819e9,
             link=400e9 / 8,
             network=3.125e9,
@@ -90,6 +99,7 @@ DEVICES = {
             name="v5p",
             flops=459e12,
             hbm=95 * _GIB,
+            available=95.73 * _GIB,
             hbm_bandwidth=2765e9,
             link=1200e9 / 12,
             network=50e9 / 8,
@@ -102,6 +112,7 @@ DEVICES = {
             name="v6e",
             flops=918e12,
             hbm=32 * _GIB,
+            available=31.24 * _GIB,
             hbm_bandwidth=1638e9,
             link=800e9 / 8,
             network=12.5e9,

@@ -174,13 +174,12 @@ def _kept(case: Case, layers: int) -> list[Part]:
 
 def _working(case: Case) -> Part:
     """What is alive in one block's backward pass: attention's part or the MLP's."""
-    by_part = {
-        name: _sum(case, arrays)
-        for name, arrays in (
-            ("attention", case.costs.attention),
-            ("mlp", case.costs.mlp),
-        )
-    }
+    costs = case.costs
+    scores = next(p for p in costs.products if p.name == "scores")
+    heads = scores.axes.index("heads")
+    is_cut = case.cuts(("heads",), (scores.shape[heads],))
+    attention = costs.attention + (costs.attention_cut if is_cut else ())
+    by_part = {"attention": _sum(case, attention), "mlp": _sum(case, costs.mlp)}
     name = max(by_part, key=lambda name: by_part[name])
     return Part("working", by_part[name], f"{name} of one block")
 

@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.target.device.hbm
+        return self.memory.peak <= self.target.device.usable
 
     @property
     def mfu(self) -> float:
@@ -72,7 +72,7 @@ class Plan:
             )
             if not bigger.fits:
                 largest = max(bigger.memory.parts, key=lambda part: part.bytes)
-                share = bigger.memory.peak / self.target.device.hbm
+                share = bigger.memory.peak / self.target.device.usable
                 return (
                     f"memory, at batch {grown}: {share:.0%} of it, most of that "
                     f"{largest.name} ({largest.detail or 'state'})"

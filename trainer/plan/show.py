@@ -44,7 +44,7 @@ def show(args: Namespace) -> int | None:
     if found.fits:
         _print(f"\nIt fits. Next to run out: {found.next_limit()}.")
         return None
-    over = human_bytes(found.memory.peak - device.hbm)
+    over = human_bytes(found.memory.peak - device.usable)
     _print(f"\nIt does not fit: {over} too much on each device. It would with")
     for change in changes:
         _print(f"  {change}")
@@ -71,7 +71,7 @@ def _head(found: Plan) -> str:
         (
             "target",
             f"{target.name}: {target.num_devices} devices of "
-            f"{human_bytes(target.device.hbm)}, "
+            f"{human_bytes(target.device.usable)}, "
             f"{target.device.flops / 1e12:g} bf16 TFLOP/s",
         ),
         ("mesh", f"{sizes or 'one device'}, plan {found.config.plan}"),
@@ -105,7 +105,7 @@ def _remat(found: Plan) -> str:
 
 def _memory(found: Plan) -> str:
     """All that is alive at the peak, with a bar for its share of the device."""
-    memory, hbm = found.memory, found.target.device.hbm
+    memory, hbm = found.memory, found.target.device.usable
     rows = [("memory of a device", "", "", "")]
     for part in memory.parts:
         rows.append(
