@@ -23,7 +23,7 @@ def run(capsys, *argv) -> tuple[int, str, str]:
 def test_a_plan_that_fits_says_what_runs_out_next(capsys):
     status, out, _ = run(capsys, *BIG, "--mesh", "fsdp=64", "--batch", 64)
     assert status == 0
-    for words in ("64 devices of 95.0 GiB", "parameters", "optimizer state", "█"):
+    for words in ("64 devices of 95.7 GiB", "parameters", "optimizer state", "█"):
         assert words in out
     for words in ("executed", "over fsdp", "compute", "It fits. Next to run out: mem"):
         assert words in out

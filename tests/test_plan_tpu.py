@@ -4,6 +4,7 @@ docs/plan.md has the table of many more (benchmarks/plan.py); these are small en
 compile in a minute, and large enough not to be kept in the chip's fast memory.
 """
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -39,8 +40,6 @@ SIZES = {
     ],
 )
 def test_predicted_is_compiled(mesh, remat, num_microbatches, tmp_path):
-    import dataclasses
-
     c = config(remat=remat, num_microbatches=num_microbatches, **SIZES)
     c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
     found = plan(c, "v5e:4x4", mesh=mesh, batch=64)

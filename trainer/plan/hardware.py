@@ -12,6 +12,7 @@ A target names devices that need not be here:
 import dataclasses
 import math
 import re
+from typing import Any
 
 _GIB = 2**30
 
@@ -228,7 +229,7 @@ def _own(text: str, words: str, *settings: str) -> Target:
             f"device of one's own needs {', '.join(names)}, each once"
         )
     try:
-        numbers = {name: float(value) for name, value in given.items()}
+        numbers: dict[str, Any] = {name: float(value) for name, value in given.items()}
     except ValueError as error:
         raise ValueError(f"target {text!r}: {error}; write 4e14") from None
     return Target(text, Device(name="own", **numbers), (each,), nodes)
