@@ -109,6 +109,46 @@ def test_scores_are_stored_where_attention_is_no_kernel():
     assert parts(gpu, "backward")["working"] == hidden
 
 
+def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
+    """The ring of the head's gradient is a loop from 8 devices on."""
+    for mesh, count in (("fsdp=8", 2), ("fsdp=4,tensor=2", 1), ("data=2,fsdp=4", 1)):
+        found = plan(config(), "v5e:2x4", mesh=mesh)
+        ways = 8 if "tensor" not in mesh else 4 * 2
+        assert parts(found, "head")["logits"] == count * 2 * B * L * V // ways
+
+
+@pytest.mark.parametrize(
+    ("remat", "heads", "mesh", "expected"),
+    [
+        ("save-named", 4, "fsdp=8", 8),  # two in float32
+        ("save-named", 2, "fsdp=8", 6),  # shared keys: one, and one as multiplied
+        ("save-dots", 4, "fsdp=8", 10),  # and one more that waits
+        ("full", 4, "fsdp=8", 8),
+        ("full", 4, "fsdp=4,tensor=2", 10),  # it waits where heads are cut
+    ],
+)
+def test_scores_that_are_stored_at_once(remat, heads, mesh, expected):
+    c = config(remat=remat, num_kv_heads=heads, d_ff=128)  # so that the MLP needs less
+    found = plan(c, "v5e:2x4", mesh=mesh)
+    ways = found.case.sizes["tensor"]
+    rows = B // found.case.sizes["fsdp"]
+    groups = 2 * 2 * rows * L * (D + 2 * heads * 64) + 2 * rows * L * D
+    scores = rows * 4 * L * L * expected
+    assert parts(found, "backward")["working"] == (scores + groups) // ways
+
+
+def test_memory_of_a_pipeline_is_of_its_stage():
+    c = config(remat="full", num_microbatches=4)
+    found = parts(plan(c, "h100:1x8", mesh="pipe=2,fsdp=4"), "backward")
+    stage, outside = 2 * (LAYER + 2 * D), 2 * D * V + D
+    activation = 2 * B * L * D // 4 // 4
+    assert found["weights, gathered"] == 2 * (stage + outside)
+    assert found["gradient sums"] == 4 * (stage + outside)
+    assert found["gradients"] == 4 * stage
+    assert found["kept"] == 2 * activation
+    assert found["residual stream"] == 4 * activation
+
+
 def test_memory_of_a_pipeline_does_not_grow_with_microbatches():
     def peak(num, batch):
         c = config(remat="full", num_microbatches=num)
@@ -169,6 +209,11 @@ def test_traffic_of_a_pipeline():
     gathered = [t for t in found.transfers if t.kind == "all-gather"]
     by = {t.axes: t.bytes for t in gathered}
     assert by["fsdp",] == 2 * (2 * LAYER + 2 * D * V)
+    # Two ticks that only bring embeddings, four that go both ways, two that only bring
+    # gradients back: 2 + 4 * 2 + 2 exchanges.
+    (outside,) = (t for t in found.transfers if t.what == "outside")
+    assert outside.bytes == 12 * activation
+    assert all(t.axes == ("pipe", "fsdp") for t in found.transfers if len(t.axes) > 1)
 
 
 def test_links_take_neighbours_first():

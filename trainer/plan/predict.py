@@ -79,7 +79,7 @@ class Plan:
                 )
             times *= 2
         slowest = max(self.roofline.parts.items(), key=lambda part: part[1])
-        return f"time: {slowest[0]} takes longest; memory lasts beyond batch {grown}"
+        return f"nothing up to batch {grown}; most of the time goes to {slowest[0]}"
 
     def to_json(self) -> dict[str, Any]:
         """All figures, for json.dumps; bytes, FLOPs and seconds of one device."""

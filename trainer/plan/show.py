@@ -157,7 +157,7 @@ def _time(found: Plan) -> str:
             "  step",
             f"{_seconds(line.overlapped)} to {_seconds(line.serial)}",
             "",
-            f"all overlapped to nothing; model FLOPs at most {found.mfu:.0%} of peak",
+            f"if all overlaps, if nothing does; MFU at most {found.mfu:.0%}",
         )
     )
     return _aligned(rows)

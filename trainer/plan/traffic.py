@@ -47,7 +47,8 @@ def traffic(case: Case) -> tuple[Transfer, ...]:
     parts += [_pipeline(case)] if case.pipeline else [_weights(case), _gradients(case)]
     for part in parts:
         for transfer in part:
-            key = transfer.kind, transfer.axes, transfer.what
+            axes = tuple(axis for axis in case.sizes if axis in transfer.axes)
+            key = transfer.kind, axes, transfer.what
             found[key] = found.get(key, 0) + transfer.bytes
     return tuple(
         Transfer(kind, axes, round(count), what)
