@@ -59,9 +59,15 @@ def main(job: Path, dump: Path) -> None:
         eval_batches=0,
         sample_prompt=None,
     )
-    many = {"num_slices": facts["num_slices"]} if facts["num_slices"] > 1 else {}
+    options: dict[str, Any] = {}
+    if facts["num_slices"] > 1:
+        options["num_slices"] = facts["num_slices"]
+    if facts["topology"].startswith("v4:"):
+        # Both cores of a chip as one device, as they run; otherwise there are twice
+        # as many.
+        options["chip_config_name"] = "megacore"
     found = topologies.get_topology_desc(
-        platform="tpu", topology_name=facts["topology"], **many
+        platform="tpu", topology_name=facts["topology"], **options
     )
     setup = prepare(config, found.devices)
     begin = time.perf_counter()

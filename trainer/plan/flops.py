@@ -22,9 +22,12 @@ BACKWARD = 2
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Attributes:
-    executed: what a device multiplies, with what is done again and in bubbles.
-    model: its share of what the model's update needs, none counted twice.
+    """Of one device and step.
+
+    Attributes:
+      executed: all that it multiplies, with what is done again and in bubbles.
+      model: its share of what the model's update needs, none counted twice.
+      blocks, head: the parts of `executed`.
     """
 
     executed: float

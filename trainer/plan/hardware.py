@@ -76,6 +76,7 @@ DEVICES = {
             name="v4",
             flops=275e12,
             hbm=32 * _GIB,
+            available=30.75 * _GIB,
             hbm_bandwidth=1200e9,
             link=45e9,
             network=6.25e9,

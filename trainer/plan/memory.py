@@ -35,9 +35,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Attributes:
-    state: what stays from step to step.
-    moments: by name, what there is beside it.
+    """Bytes on one device.
+
+    Attributes:
+      state: what stays from step to step.
+      moments: by name, what there is beside it.
     """
 
     state: tuple[Part, ...]
@@ -128,15 +130,15 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
         layer = round(stage / case.layers)
         weights = Part("weights, gathered", round(ratio * (2 * layer + outside)), "")
         sums = Part("gradient sums", stored + stored_outside + layer, "as stored")
-    held = _sum(case, costs.kept) if costs.keeps_weights is False else 0
+    kept = case.layers // R * _sum(case, costs.kept)
+    chunk: tuple[Part, ...] = ()
     if costs.keeps_weights:
-        # Every microbatch in flight has all that its layers keep.
-        each = case.layers // R * _sum(case, costs.kept) + residual
+        # Every microbatch in flight has all that its layers keep, and their result.
+        each = kept + residual
         in_flight = Part("in flight", slots * each, f"{slots} microbatches' values")
-        chunk: tuple[Part, ...] = ()
     else:
         in_flight = Part("in flight", slots * residual, f"{slots} inputs of chunks")
-        chunk = (Part("kept", case.layers // R * held, "of one microbatch"),)
+        chunk = (Part("kept", kept, "of one microbatch"),)
     common = (
         weights,
         sums,
