@@ -69,6 +69,8 @@ class Costs:
       head: the product of the head.
       residual: the array between two blocks.
       kept: what one block keeps for its backward pass, its input included.
+      kept_once: what the stack keeps beside, once for all blocks: masks of the scores.
+        The compiler makes these up where it needs them, unless a pipeline carries them.
       keeps_weights: whether it also keeps its weights as gathered and cast.
       attention, mlp: what is alive at once while the backward pass of that part of a
         block runs, beside what was kept. Under full remat the block was computed again
@@ -82,6 +84,7 @@ class Costs:
     head: Product
     residual: Array
     kept: tuple[Array, ...]
+    kept_once: tuple[Array, ...]
     keeps_weights: bool
     attention: tuple[Array, ...]
     attention_cut: tuple[Array, ...]
@@ -182,6 +185,9 @@ def costs(config: "Config", rows: int, length: int, *, fused: bool = False) -> C
         head=head,
         residual=residual,
         kept=kept.get(c.remat) or _everything(residual, qkv, attended, half, waiting),
+        kept_once=(replace(exact, name="masks, float32"), replace(scores, itemsize=1))
+        if c.remat == "none" and not fused
+        else (),
         keeps_weights=c.remat == "none",
         attention=(
             *at_once,

@@ -134,7 +134,7 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
     chunk: tuple[Part, ...] = ()
     if costs.keeps_weights:
         # Every microbatch in flight has all that its layers keep, and their result.
-        each = kept + residual
+        each = kept + _sum(case, costs.kept_once) + residual
         in_flight = Part("in flight", slots * each, f"{slots} microbatches' values")
     else:
         in_flight = Part("in flight", slots * residual, f"{slots} inputs of chunks")
