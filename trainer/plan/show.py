@@ -14,8 +14,12 @@ WIDTH = 32
 
 def show(args: Namespace) -> int | None:
     """Prints the plan of the flags; the exit status says whether it fits."""
+    import jax
+
     from .. import commands
 
+    # Shapes need no accelerator; taking one here would keep a training from it.
+    jax.config.update("jax_platforms", "cpu")
     config = commands.load_config(args)
     found = plan(config, args.target, batch=args.batch)
     compiled = None
