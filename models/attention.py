@@ -38,10 +38,20 @@ def _choose(implementation: Implementation, q_BLHK: jax.Array):
     """cuDNN's flash kernel on GPUs for the types and widths it takes, else XLA."""
     if implementation != "auto":
         return implementation
-    fits = q_BLHK.dtype in (jnp.bfloat16, jnp.float16) and (
-        q_BLHK.shape[-1] <= 128 and q_BLHK.shape[-1] % 8 == 0
+    platform, itemsize = jax.default_backend(), q_BLHK.dtype.itemsize
+    fused = is_fused(implementation, platform, itemsize, q_BLHK.shape[-1])
+    return "cudnn" if fused else "xla"
+
+
+def is_fused(
+    implementation: Implementation, platform: str, itemsize: int, head_width: int
+) -> bool:
+    """Whether attention is one kernel, which never stores its scores."""
+    if implementation != "auto":
+        return implementation == "cudnn"
+    return (
+        platform == "gpu" and itemsize == 2 and head_width <= 128 and not head_width % 8
     )
-    return "cudnn" if jax.default_backend() == "gpu" and fits else "xla"
 
 
 def attend_cached(

@@ -196,6 +196,15 @@ class Config:
         causal = c.num_layers * length * c.num_heads * c.head_width
         return 6.0 * num_examples * length * (matmul + causal)
 
+    def costs(self, rows: int, length: int, *, platform: str = "tpu"):
+        """What a step on so many examples multiplies and keeps, for a plan."""
+        from .attention import is_fused
+        from .costs import costs
+
+        size = 2 if self.compute_dtype == "bfloat16" else 4
+        fused = is_fused(self.attention, platform, size, self.head_width)
+        return costs(self, rows, length, fused=fused)
+
     @property
     def make(self):
         """Makes the module, from random numbers."""

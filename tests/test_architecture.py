@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "trainer": {"models", "sharding", "launch"},
     "launch": set(),
 }
-ROOMS = {"launch/targets", "sharding/pipeline"}  # packages inside a package
+# Packages inside a package.
+ROOMS = {"launch/targets", "sharding/pipeline", "trainer/plan"}
 CHECKED = (*MAY_IMPORT, "tests", "benchmarks")
 VAGUE = {"utils", "util", "common", "misc", "helpers"}
 MESH_AXES = {"replica", "data", "fsdp", "expert", "context", "tensor", "pipe"}

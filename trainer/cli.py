@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..launch.masking import masked_command
 from ..launch.statuses import UNREACHABLE, Unreachable
-from . import cli_certify, cli_ckpt, cli_doctor, cli_drill, cli_ledger
+from . import cli_certify, cli_ckpt, cli_doctor, cli_drill, cli_ledger, cli_plan
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_config(commands)
     _add_data(commands)
-    _add_plan(commands)
+    cli_plan.add(commands, _command, _add_config_flags)
     _add_generate(commands)
     _add_report(commands)
     cli_ckpt.add(commands, _command)
@@ -211,63 +211,6 @@ def _add_data(commands) -> None:
     )
 
 
-def _add_plan(commands) -> None:
-    parser = commands.add_parser("plan", help="say what a run costs, before it starts")
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    schedule = _command(
-        actions,
-        "schedule",
-        _plan_schedule,
-        "draw a pipeline's schedule, and compare the bubble and memory of all",
-    )
-    for flag in ("--stages", "--microbatches"):
-        schedule.add_argument(flag, type=int, required=True, metavar="N")
-    schedule.add_argument(
-        "--schedule",
-        default="1f1b",
-        metavar="NAME",
-        help="gpipe, 1f1b or interleaved; default: 1f1b",
-    )
-    schedule.add_argument(
-        "--chunks",
-        type=int,
-        metavar="N",
-        help="chunks of layers a stage has in interleaved; default: 2",
-    )
-    schedule.add_argument(
-        "--remat",
-        default="save-named",
-        metavar="POLICY",
-        help="none, save-named, save-dots or full; default: save-named",
-    )
-    schedule.add_argument(
-        "--activation",
-        metavar="BYTES",
-        help="of one microbatch between two layers on one device, such as 64MiB",
-    )
-    schedule.add_argument(
-        "--residual",
-        action="append",
-        default=[],
-        metavar="POLICY=BYTES",
-        help="what a layer keeps of a microbatch under none, save-named or save-dots; "
-        "may be repeated",
-    )
-    schedule.add_argument("--layers", type=int, metavar="N", help="layers of a stage")
-    schedule.add_argument(
-        "--weights",
-        metavar="BYTES",
-        help="of a stage in float32, before fsdp cuts them, such as 4GiB",
-    )
-    schedule.add_argument(
-        "--fsdp", type=int, metavar="N", help="parts that weights are cut into"
-    )
-    schedule.add_argument(
-        "--svg", type=Path, metavar="FILE", help="write the picture to a file"
-    )
-    schedule.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _add_generate(commands) -> None:
     parser = _command(
         commands, "generate", _generate, "continue a text with a trained model"
@@ -340,12 +283,6 @@ def _data_build(args) -> None:
     corpus.build_with_progress(
         args.input, args.output, tokenizer=args.tokenizer, **settings
     )
-
-
-def _plan_schedule(args) -> None:
-    from . import plan_schedule
-
-    plan_schedule.show(args)
 
 
 def _generate(args) -> None:

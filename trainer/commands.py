@@ -151,6 +151,11 @@ def generate(args: Namespace) -> None:
     )
 
 
+def load_config(args: Namespace):
+    """The config of the flags --config, --set and --mesh, without its origins."""
+    return _load(args).config
+
+
 def _names(args: Namespace) -> list[str]:
     return args.config or [DEFAULT_CONFIG]
 

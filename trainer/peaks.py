@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .plan.hardware import DEVICES
+
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
@@ -22,17 +24,18 @@ class Peak:
 
 # Dense bfloat16 FLOP/s of one jax device. Source: cloud.google.com/tpu/docs, the
 # page of each version ("peak compute per chip"). On v2, v3 and TPU7x a jax device
-# is one of the two cores of a chip, so it has half of the published figure.
+# is one of the two cores of a chip, so it has half of the published figure. Those that
+# `meshloom plan` knows too are in its table alone.
 _TPU_BF16 = {
     "TPU v2": 45e12 / 2,
     "TPU v3": 123e12 / 2,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
+    "TPU v4": DEVICES["v4"].flops,
+    "TPU v5 lite": DEVICES["v5e"].flops,
+    "TPU v5e": DEVICES["v5e"].flops,
+    "TPU v5": DEVICES["v5p"].flops,
+    "TPU v5p": DEVICES["v5p"].flops,
+    "TPU v6 lite": DEVICES["v6e"].flops,
+    "TPU v6e": DEVICES["v6e"].flops,
     "TPU7x": 2307e12 / 2,
 }
 
@@ -56,8 +59,8 @@ _GPU = (
     (r"\bH200\b", _tensor_cores(989.5e12, 494.5e12)),
     (r"\bH100 PCIe\b", _tensor_cores(756.5e12, 378e12)),
     (r"\bH100 NVL\b", _tensor_cores(835.5e12, 417.5e12)),
-    (r"\bH100 80GB HBM3\b", _tensor_cores(989.5e12, 494.5e12)),
-    (r"\bA100\b", _tensor_cores(312e12, 156e12)),
+    (r"\bH100 80GB HBM3\b", _tensor_cores(DEVICES["h100"].flops, 494.5e12)),
+    (r"\bA100\b", _tensor_cores(DEVICES["a100"].flops, 156e12)),
     (r"\bL4\b", _tensor_cores(121e12, 60e12)),
     (r"\bV100-SXM2\b", _volta(125e12, 15.7e12)),
     (r"\bV100-PCIE\b", _volta(112e12, 14e12)),

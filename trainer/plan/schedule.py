@@ -5,9 +5,9 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ..sharding.pipeline import picture
-from ..sharding.pipeline.schedule import NAMES, Schedule, make
-from ..sharding.pipeline.simulate import (
+from ...sharding.pipeline import picture
+from ...sharding.pipeline.schedule import NAMES, Schedule, make
+from ...sharding.pipeline.simulate import (
     BACKWARD_COST,
     GATHERS,
     Simulation,
@@ -15,7 +15,7 @@ from ..sharding.pipeline.simulate import (
     compare,
     simulate,
 )
-from ..sharding.text import align, human_bytes
+from ...sharding.text import align, human_bytes
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 INTERLEAVED = "interleaved"

@@ -1,0 +1,126 @@
+"""`meshloom plan` through the command line."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meshloom.trainer import cli
+from meshloom.trainer.plan import plan
+from meshloom.trainer.plan.advice import cheapest_changes
+
+BIG = ["plan", "--config", "llama3_8b", "--target", "v5p-128"]
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    status = cli.main([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_plan_that_fits_says_what_runs_out_next(capsys):
+    status, out, _ = run(capsys, *BIG, "--mesh", "fsdp=64", "--batch", 64)
+    assert status == 0
+    for words in ("64 devices of 95.7 GiB", "parameters", "optimizer state", "█"):
+        assert words in out
+    for words in ("executed", "over fsdp", "compute", "It fits. Next to run out: mem"):
+        assert words in out
+
+
+def test_a_plan_that_does_not_fit_says_what_would(capsys):
+    status, out, _ = run(capsys, *BIG, "--mesh", "fsdp=32,tensor=2")
+    assert status == 1
+    assert "It does not fit" in out
+    changes = out.split("It would with\n")[1].strip().splitlines()
+    assert len(changes) == 3
+    assert all("% of memory" in line for line in changes)
+    assert len({line.split()[0:2][-1].split("=")[0] for line in changes}) == 3
+
+
+def test_the_changes_do_fit_and_are_written_as_flags(capsys):
+    """Each is run again as it is printed."""
+    words = [*BIG, "--mesh", "fsdp=32,tensor=2", "--json"]
+    status, out, _ = run(capsys, *words)
+    found = json.loads(out)
+    assert status == 1 and not found["fits"]
+    assert found["memory"]["peak"] > found["target"]["hbm"]
+    for change in found["changes"]:
+        flags = [w.strip("'") for flag in change["flags"] for w in flag.split(" ", 1)]
+        argv = words[:-1] if "--mesh" not in flags else BIG
+        status, out, _ = run(capsys, *argv, *flags, "--json")
+        assert status == 0, change
+        assert json.loads(out)["memory"]["peak"] == change["peak"]
+
+
+def test_json_has_all_of_it(capsys):
+    argv = [*BIG, "--mesh", "pipe=4,fsdp=16", "--batch", 256, "--json"]
+    status, out, _ = run(capsys, *argv)
+    found = json.loads(out)
+    assert status == 0 and found["fits"]
+    memory = found["memory"]
+    assert sum(part["bytes"] for part in memory["parts"]) == memory["peak"]
+    assert memory["peak"] == max(memory["moments"].values())
+    assert {"in flight", "gradient sums"} <= {part["name"] for part in memory["parts"]}
+    assert set(found["traffic_by_axes"]) >= {"fsdp", "pipe"}
+    seconds = found["seconds"]
+    assert seconds["compute"] <= seconds["overlapped"] <= seconds["serial"]
+    assert found["mfu_overlapped"] < 1
+
+
+def test_settings_are_those_of_a_run(capsys):
+    argv = ["plan", "--config", "gpt2_124m", "--target", "v5e-16", "--json"]
+    status, out, _ = run(capsys, *argv, "--set", 'model.remat="full"')
+    assert status == 0
+    found = json.loads(out)
+    assert found["remat"] == "full" and found["mesh"]["fsdp"] == 16
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["plan"], "plan: --target is missing. Name the devices"),
+        (["plan", "--target", "v9-8"], "target 'v9-8' is unknown. Devices: v4"),
+        ([*BIG, "--mesh", "fsdp=8"], "mesh fsdp=8 needs 8 devices, but there are 64"),
+        ([*BIG, "--keep-hlo", "x"], "--keep-hlo is of no use without --compile"),
+        ([*BIG, "--batch", "0"], "batch_size"),
+    ],
+)
+def test_one_line_says_what_is_wrong(capsys, argv, message):
+    status, _, err = run(capsys, *argv)
+    assert status == cli.BAD_INPUT
+    assert err.count("\n") == 1 and message in err
+
+
+def test_only_tpus_are_compiled_for(capsys):
+    argv = ["plan", "--config", "gpt2_124m", "--target", "h100:1x8", "--compile"]
+    status, _, err = run(capsys, *argv)
+    assert status == cli.BAD_INPUT and "h100 is no TPU" in err
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed"
+)
+def test_without_libtpu_one_line_says_so(capsys):
+    argv = ["plan", "--config", "gpt2_124m", "--target", "v5e-16", "--compile"]
+    status, _, err = run(capsys, *argv)
+    assert status == cli.BAD_INPUT and err.count("\n") == 1
+    assert "--compile for v5e:4x4: libtpu, the compiler for TPUs, is not inst" in err
+
+
+def test_the_command_line_starts_without_jax():
+    code = "import sys; import meshloom.trainer.cli; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_cheapest_changes_come_in_order():
+    from tiny_plans import config
+
+    small = "own:1x8,flops=4e14,hbm=2e7,hbm_bandwidth=2e12,link=2e11,network=2.5e10"
+    found = plan(config(remat="none"), small, mesh="fsdp=8")
+    assert not found.fits
+    changes = cheapest_changes(found)
+    assert changes and all(change.plan.fits for change in changes)
+    kinds = [change.flags for change in changes]
+    assert len(set(kinds)) == len(kinds)

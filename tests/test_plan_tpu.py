@@ -1,0 +1,55 @@
+"""The closed form against the compiler for TPUs, where that is installed.
+
+docs/plan.md has the table of many more (benchmarks/plan.py); these are small enough to
+compile in a minute, and large enough not to be kept in the chip's fast memory.
+"""
+
+import dataclasses
+import importlib.util
+
+import pytest
+from tiny_plans import config
+
+from meshloom.trainer.plan import plan
+from meshloom.trainer.plan.compiled import SMALL, compile_step
+from meshloom.trainer.plan.traffic import by_axes
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the compiler for TPUs, is not installed",
+    ),
+]
+SIZES = {
+    "vocab_size": 32_000,
+    "num_layers": 8,
+    "d_model": 1024,
+    "num_heads": 8,
+    "d_ff": 2816,
+    "max_length": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remat", "num_microbatches"),
+    [
+        ("fsdp=16", "save-named", None),
+        ("fsdp=4,tensor=4", "full", None),
+        ("pipe=4,fsdp=4", "full", 4),
+    ],
+)
+def test_predicted_is_compiled(mesh, remat, num_microbatches, tmp_path):
+    c = config(remat=remat, num_microbatches=num_microbatches, **SIZES)
+    c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
+    found = plan(c, "v5e:4x4", mesh=mesh, batch=64)
+    compiled = compile_step(found, keep=tmp_path / "step.hlo")
+    assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
+    assert found.memory.arguments == pytest.approx(compiled.arguments, rel=0.01)
+    assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)
+    moved, predicted = compiled.bytes_by_axes(), by_axes(found.transfers)
+    for axes in {*moved, *predicted}:
+        if max(moved.get(axes, 0), predicted.get(axes, 0)) > SMALL:
+            assert predicted[axes] == pytest.approx(moved[axes], rel=0.05), axes
+    assert (tmp_path / "step.hlo").read_text().startswith("HloModule")
+    assert "ratio" in compiled.table(found)

@@ -1,0 +1,35 @@
+"""A config for tests of plans, with sizes by letter."""
+
+from meshloom.models import transformer
+from meshloom.sharding import MeshSpec
+from meshloom.trainer.data import Synthetic
+from meshloom.trainer.optimizers import AdamW
+from meshloom.trainer.schedules import WarmupCosine
+from meshloom.trainer.train import Config
+
+B, L, D, F, V = 64, 128, 256, 512, 1024  # batch, length, width, hidden, vocabulary
+
+
+def config(remat="save-named", num_microbatches=None, **model) -> Config:
+    """4 layers of 4 heads, in bfloat16."""
+    return Config(
+        model=transformer.Config(
+            **{
+                "vocab_size": V,
+                "num_layers": 4,
+                "d_model": D,
+                "num_heads": 4,
+                "d_ff": F,
+                "max_length": L,
+                "remat": remat,
+                **model,
+            }
+        ),
+        data=Synthetic(vocab_size=V, length=L, num_examples=4096),
+        optimizer=AdamW(),
+        schedule=WarmupCosine(peak=1e-3),
+        batch_size=B,
+        num_steps=10,
+        mesh=MeshSpec(fsdp=-1),
+        num_microbatches=num_microbatches,
+    )

@@ -1,0 +1,260 @@
+"""A config on a mesh of devices that need not be here: what every forecast reads.
+
+All of it comes from shapes: the abstract state, the resolver, the pipeline's schedule
+and the model's own account of what it keeps and multiplies (models/costs.py).
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from ...sharding import MeshSpec, Resolved, Rules, parse_plan, resolve
+from ...sharding.mesh import mesh_sizes
+from ...sharding.resolve import resolve_dimensions
+from ...sharding.rules import Role
+from ...sharding.tree import ResolvedArray
+from ..pipelining import Plan as PipelinePlan
+from ..pipelining import plan_pipeline
+from ..state import State, plan_layout
+from .hardware import Target
+
+if TYPE_CHECKING:
+    from ..train import Config
+
+FLOAT32 = 4
+# The smallest part of an array that a TPU stores: so many rows of so many lanes.
+SUBLANES, LANES = 8, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One config on one mesh.
+
+    Attributes:
+      rows: examples of a microbatch, over all devices.
+      costs: of one microbatch (models/costs.py: Costs).
+    """
+
+    config: "Config"
+    target: Target
+    spec: MeshSpec
+    sizes: dict[str, int]
+    rules: Rules
+    params: Resolved
+    opt_state: Resolved
+    gradients: Resolved
+    compute: Resolved
+    pipeline: PipelinePlan | None
+    num_microbatches: int
+    rows: int
+    length: int
+    costs: Any
+
+    @property
+    def num_stages(self) -> int:
+        return self.sizes["pipe"]
+
+    @property
+    def layers(self) -> int:
+        """Layers that a device computes with."""
+        return self.config.model.num_layers // self.num_stages  # type: ignore
+
+    @property
+    def itemsize(self) -> int:
+        """Of what the model computes in."""
+        return jnp.dtype(self.config.model.compute_dtype).itemsize  # type: ignore
+
+    def ways(self, axes: Any, shape: Sequence[int], role: Role = "compute") -> int:
+        return math.prod(self.sizes[axis] for axis in self.cuts(axes, shape, role))
+
+    def cuts(
+        self, axes: Any, shape: Sequence[int], role: Role = "compute"
+    ) -> tuple[str, ...]:
+        """The mesh axes that cut an array."""
+        dims = resolve_dimensions(
+            axes, shape, self.rules, self.sizes, name=f"array {axes}", role=role
+        )
+        return tuple(axis for d in dims for axis in d.mesh_axes)
+
+    def bytes(self, array: Any, *, share: float = 1.0) -> int:
+        """What a device stores of an array of the model's costs.
+
+        Args:
+          share: the part of it that this device has for another reason.
+        """
+        dims = resolve_dimensions(
+            array.axes,
+            array.shape,
+            self.rules,
+            self.sizes,
+            name=array.name,
+            role="compute",
+        )
+        shape = [
+            d.size // math.prod(self.sizes[axis] for axis in d.mesh_axes) for d in dims
+        ]
+        return round(array.count * share * self.stored(shape, array.itemsize))
+
+    def stored(self, shape: Sequence[int], itemsize: int) -> int:
+        """Bytes of an array in this device's memory.
+
+        A TPU stores tiles of 8 x 128 values (of 32 bits; of 16 bits, twice as many
+        rows). The compiler lays two dimensions into tiles so that least is filled up.
+        """
+        if not self.target.device.torus:
+            return itemsize * math.prod(shape)
+        return tiled_bytes(tuple(shape), itemsize)
+
+    def resident(self, tree: Resolved, itemsize: int | None = None) -> dict[str, int]:
+        """Bytes on a device of each array of a tree, in its own type or another."""
+        found = {}
+        for array in tree.arrays:
+            shape = [
+                d.size // math.prod(self.sizes[axis] for axis in d.mesh_axes)
+                for d in array.dimensions
+            ]
+            found[array.path] = self.stored(shape, itemsize or array.itemsize)
+        return found
+
+    def is_block(self, path: str) -> bool:
+        return path.startswith("blocks/")
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that cut the examples."""
+        return self.cuts(("batch",), (self.rows,))
+
+    def takes_slice(self, axes: Sequence[str]) -> bool:
+        """Whether groups along these axes are whole slices of a 3-D torus.
+
+        There the compiler makes all-reduces of gathers and scatters (seen on v5p).
+        """
+        size = math.prod(self.sizes[axis] for axis in axes)
+        return self.target.device.torus == 3 and size == math.prod(self.target.shape)
+
+    def scatters_in_ring(self, axes: Sequence[str]) -> bool:
+        """Whether a gradient's product and its scatter over `axes` become one ring.
+
+        The compiler for TPUs does that where no other axis cuts the batch: then the
+        scatter is all that the sum over devices needs.
+        """
+        return (
+            bool(self.target.device.torus)
+            and set(axes) == set(self.batch_axes)
+            and not self.takes_slice(axes)
+        )
+
+
+@functools.cache
+def tiled_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    sizes = [size for size in shape if size > 1] or [1]
+    rows = SUBLANES * FLOAT32 // itemsize if itemsize < FLOAT32 else SUBLANES
+    if len(sizes) == 1:
+        return itemsize * math.ceil(sizes[0] / LANES) * LANES
+    return itemsize * min(
+        math.prod(
+            math.ceil(n / LANES) * LANES
+            if i == lanes
+            else math.ceil(n / rows) * rows
+            if i == sublanes
+            else n
+            for i, n in enumerate(sizes)
+        )
+        for lanes, sublanes in itertools.permutations(range(len(sizes)), 2)
+    )
+
+
+def make_case(config: "Config", target: Target) -> Case:
+    """Checks a config against a target; errors are those that a run would give."""
+    model: Any = config.model
+    if not hasattr(model, "costs"):
+        raise ValueError(
+            f"model {type(model).__name__} has no method `costs`, so a plan cannot "
+            "know what its step keeps and multiplies. Write one as models/costs.py "
+            "does, or see its parameters alone with meshloom explain."
+        )
+    spec = _with_slices(config.mesh, target)
+    mesh = spec.abstract(target.num_devices)
+    sizes, rules = mesh_sizes(mesh), parse_plan(config.plan)
+    pipeline = plan_pipeline(config, mesh, rules)
+    state, axes = _abstract_state(config.model, config.optimizer)
+    num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches
+    num, length = num or 1, _length(config)
+    rows = config.batch_size // num
+    for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
+        resolve_dimensions(
+            ("batch", "length"),
+            (count, length),
+            rules,
+            sizes,
+            name=f"batch_size {config.batch_size}{what}",
+            role="compute",
+        )
+
+    def cut(tree: Any, axes: Any, role: Role) -> Resolved:
+        return resolve(tree, rules, sizes, axes=axes, role=role)
+
+    return Case(
+        config=config,
+        target=target,
+        spec=spec,
+        sizes=sizes,
+        rules=rules,
+        params=cut(state.params, axes.params, "param"),
+        opt_state=cut(state.opt_state, axes.opt_state, "optimizer"),
+        gradients=cut(state.params, axes.params, "optimizer"),
+        compute=cut(state.params, axes.params, "compute"),
+        pipeline=pipeline,
+        num_microbatches=num,
+        rows=rows,
+        length=length,
+        costs=model.costs(
+            rows, length, platform="tpu" if target.device.torus else "gpu"
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract_state(model: Any, optimizer: Any) -> tuple[State, State]:
+    """Shapes of the state and their logical axes; no mesh changes either."""
+    # What the learning rate is matters to no shape.
+    tx = optimizer.make(lambda step: 0.0, model.axes())
+    layout = plan_layout(model, tx, parse_plan("data"), MeshSpec().abstract())
+    return layout.abstract, layout.axes
+
+
+def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:
+    """The mesh; over several TPU slices it must say which axis crosses them."""
+    crossed = math.prod((spec.dcn or {}).values())
+    if target.device.torus and crossed != target.num_slices:
+        num = target.num_slices
+        raise ValueError(
+            f"mesh {spec} is split over {crossed} slices by its dcn part, but target "
+            f"{target.name} has {num}. Give an axis its slice part, for instance "
+            f"data={num}/{num},fsdp=-1."
+            if num > 1
+            else f"mesh {spec} has a dcn part, but target {target.name} is one slice. "
+            "Leave the part after / out."
+        )
+    return spec
+
+
+def _length(config: "Config") -> int:
+    length = getattr(config.data, "length", None)
+    if length is None:
+        raise ValueError(
+            f"data {type(config.data).__name__} has no attribute `length`, and a plan "
+            "opens no data. Plan with one of the sources of meshloom.trainer.data."
+        )
+    return length
+
+
+def more_cut(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
+    """Mesh axes that cut an array as stored and not as computed with."""
+    cut = {axis for d in whole.dimensions for axis in d.mesh_axes}
+    return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in cut)

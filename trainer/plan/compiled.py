@@ -1,0 +1,166 @@
+"""The real train step, compiled for a target that is not here, beside its plan.
+
+It runs in a process of its own: libtpu makes every start of jax slower, and a compiler
+that fails must not take the plan with it. The program's text is read from what the
+compiler writes to a folder, since jax cannot read every program of a newer libtpu.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...sharding.text import align, human_bytes
+from .predict import Plan
+from .traffic import by_axes
+
+MODULE = "meshloom.trainer.plan.compile_worker"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a step, of one device.
+
+    Attributes:
+      peak: the most bytes alive at once; `reserved` is arguments and the heap of
+        temporaries, which has gaps.
+      collectives: (kind, axes, count, bytes) of each kind over each set of axes.
+      sources: (kind, axes, source line, bytes) of the same.
+    """
+
+    arguments: int
+    temporaries: int
+    peak: int
+    flops: float
+    seconds: float
+    collectives: tuple[tuple[str, tuple[str, ...], int, int], ...]
+    sources: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
+
+    @property
+    def reserved(self) -> int:
+        return self.arguments + self.temporaries
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"reserved": self.reserved}
+
+    def bytes_by_axes(self) -> dict[tuple[str, ...], int]:
+        totals: dict[tuple[str, ...], int] = {}
+        for _, axes, _, count in self.collectives:
+            totals[axes] = totals.get(axes, 0) + count
+        return totals
+
+    def table(self, plan: Plan) -> str:
+        """Predicted against compiled, side by side."""
+        memory, flops = plan.memory, plan.flops
+        rows = [
+            ("compiled", "predicted", "compiled", "ratio"),
+            _row("  peak", memory.peak, self.peak),
+            _row("  arguments", memory.arguments, self.arguments),
+            _row("  reserved", memory.peak, self.reserved),
+            (
+                "  FLOPs",
+                f"{flops.executed:.4g}",
+                f"{self.flops:.4g}",
+                f"{flops.executed / self.flops:.3f}",
+            ),
+        ]
+        predicted = by_axes(plan.transfers)
+        compiled = {
+            axes: count
+            for axes, count in self.bytes_by_axes().items()
+            if axes in predicted or count >= SMALL
+        }
+        for axes in dict.fromkeys([*predicted, *compiled]):
+            both = predicted.get(axes, 0), compiled.get(axes, 0)
+            if max(both) >= SMALL:
+                rows.append(_row(f"  over {','.join(axes)}", *both))
+        text = align(rows, right=(1, 2, 3))
+        lines = [f"  compiled in {self.seconds:.0f} s", *self._unexpected(plan)]
+        return "\n".join([text, *lines])
+
+    def _unexpected(self, plan: Plan) -> list[str]:
+        expected = {(t.kind, frozenset(t.axes)) for t in plan.transfers}
+        found = [
+            (
+                count,
+                f"  not in the plan: {kind} over {','.join(axes)}, "
+                f"{human_bytes(count)}, {source}",
+            )
+            for kind, axes, source, count in self.sources
+            if (kind, frozenset(axes)) not in expected and count >= SMALL
+        ]
+        return [line for _, line in sorted(found, reverse=True)]
+
+
+# Scalars and vectors of norms also travel; below this they are not compared.
+SMALL = 2**20
+
+
+def _row(name: str, predicted: int, compiled: int) -> tuple[str, ...]:
+    ratio = f"{predicted / compiled:.3f}" if compiled else "-"
+    return name, human_bytes(predicted), human_bytes(compiled), ratio
+
+
+def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
+    """Compiles the step of a plan for its target.
+
+    Args:
+      keep: a file for the text of the optimized program.
+    """
+    topology = plan.target.topology
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            f"--compile for {topology}: libtpu, the compiler for TPUs, is not "
+            "installed. Install it with pip install 'meshloom[tpu]', best in an "
+            "environment of its own, and run the same command there."
+        )
+    with tempfile.TemporaryDirectory(prefix="meshloom-compile-") as folder:
+        job = Path(folder) / "job.pickle"
+        facts = {
+            "config": plan.config,
+            "mesh": plan.case.spec,
+            "topology": topology,
+            "num_slices": plan.target.num_slices,
+        }
+        job.write_bytes(pickle.dumps(facts))
+        dump = Path(folder) / "dump"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+        # libtpu looks for the TPU machine it runs on; nothing here needs one.
+        quiet = {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_ACCELERATOR_TYPE": "",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, str(job), str(dump)],
+            env={**quiet, **os.environ, "XLA_FLAGS": flags.strip()},
+            capture_output=True,
+            text=True,
+        )
+        result = Path(folder) / "job.json"
+        if done.returncode or not result.exists():
+            raise ValueError(
+                f"--compile for {topology}: the compiler refused the step: "
+                f"{_reason(done.stderr)}"
+            )
+        if keep is not None:
+            shutil.copy(Path(folder) / "job.hlo", keep)
+        found = json.loads(result.read_text())
+    for name in ("collectives", "sources"):
+        found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
+    return Compiled(**found)
+
+
+def _reason(errors: str) -> str:
+    """The line that says why, of all that a failed process wrote."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line or "Used " in line]
+    return (telling or lines or ["it said nothing"])[-1][:500]

@@ -1,0 +1,181 @@
+"""`meshloom plan` as text: tables with bars, and what makes up the peak."""
+
+import json
+from argparse import Namespace
+
+from ...sharding.text import align, human_bytes
+from .advice import cheapest_changes
+from .predict import Plan, plan
+from .traffic import by_axes
+
+DOES_NOT_FIT = 1
+WIDTH = 32
+
+
+def show(args: Namespace) -> int | None:
+    """Prints the plan of the flags; the exit status says whether it fits."""
+    import jax
+
+    from .. import commands
+
+    # Shapes need no accelerator; taking one here would keep a training from it.
+    jax.config.update("jax_platforms", "cpu")
+    config = commands.load_config(args)
+    found = plan(config, args.target, batch=args.batch)
+    compiled = None
+    if args.compile:
+        from . import compiled as compiled_lib
+
+        compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
+    changes = [] if found.fits else cheapest_changes(found)
+    if args.json:
+        document = found.to_json() | {
+            "changes": [
+                {"flags": list(c.flags), "peak": c.plan.memory.peak, "time": c.slower}
+                for c in changes
+            ],
+            "next": found.next_limit() if found.fits else "memory",
+        }
+        if compiled is not None:
+            document["compiled"] = compiled.to_json()
+        print(json.dumps(document, indent=1))
+        return None if found.fits else DOES_NOT_FIT
+    blocks = [_head(found), _memory(found), _work(found), _time(found)]
+    if compiled is not None:
+        blocks.append(compiled.table(found))
+    _print("\n\n".join(blocks))
+    device = found.target.device
+    if found.fits:
+        _print(f"\nIt fits. Next to run out: {found.next_limit()}.")
+        return None
+    over = human_bytes(found.memory.peak - device.usable)
+    _print(f"\nIt does not fit: {over} too much on each device. It would with")
+    for change in changes:
+        _print(f"  {change}")
+    if not changes:
+        _print("  no change of remat, microbatches, mesh and batch: take more devices")
+    return DOES_NOT_FIT
+
+
+def _print(text: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    # Through rich, which knows whether the terminal has colours; long lines stay whole.
+    styled = Text(text)
+    styled.highlight_regex("█+", "cyan")
+    styled.highlight_regex("It fits|It does not fit", "bold")
+    Console().print(styled, soft_wrap=True)
+
+
+def _head(found: Plan) -> str:
+    case, target = found.case, found.target
+    sizes = ",".join(f"{k}={v}" for k, v in case.sizes.items() if v > 1)
+    rows = [
+        (
+            "target",
+            f"{target.name}: {target.num_devices} devices of "
+            f"{human_bytes(target.device.usable)}, "
+            f"{target.device.flops / 1e12:g} bf16 TFLOP/s",
+        ),
+        ("mesh", f"{sizes or 'one device'}, plan {found.config.plan}"),
+        (
+            "batch",
+            f"{found.config.batch_size} examples of {case.length} positions"
+            f"{_in_parts(found)}, remat {_remat(found)}",
+        ),
+    ]
+    if case.pipeline is not None:
+        done = case.pipeline.simulation
+        rows.append(
+            (
+                "pipeline",
+                f"{done.name}, {done.num_stages} stages, {100 * done.bubble:.1f} % "
+                f"bubble, {done.slots} inputs in flight; live by stage "
+                f"{', '.join(map(str, done.live))}",
+            )
+        )
+    return align(rows)
+
+
+def _in_parts(found: Plan) -> str:
+    num = found.case.num_microbatches
+    return f" in {num} microbatches" if num > 1 else ""
+
+
+def _remat(found: Plan) -> str:
+    return getattr(found.config.model, "remat", "unknown")
+
+
+def _memory(found: Plan) -> str:
+    """All that is alive at the peak, with a bar for its share of the device."""
+    memory, hbm = found.memory, found.target.device.usable
+    rows = [("memory of a device", "", "", "")]
+    for part in memory.parts:
+        rows.append(
+            (
+                f"  {part.name}",
+                human_bytes(part.bytes),
+                _bar(part.bytes / hbm),
+                part.detail,
+            )
+        )
+    share = memory.peak / hbm
+    rows.append(
+        (
+            f"  peak, at the {memory.peak_moment}",
+            human_bytes(memory.peak),
+            _bar(share),
+            f"{share:.0%} of {human_bytes(hbm)}",
+        )
+    )
+    others = [
+        f"{name} {human_bytes(memory.arguments + sum(p.bytes for p in parts))}"
+        for name, parts in memory.moments.items()
+        if name != memory.peak_moment
+    ]
+    return f"{_aligned(rows)}\n  other moments: {', '.join(others)}"
+
+
+def _work(found: Plan) -> str:
+    flops = found.flops
+    ratio = flops.executed / flops.model
+    rows = [
+        ("work of a device and step", "", ""),
+        ("  executed", f"{flops.executed:.4g} FLOPs", f"{ratio:.3f} of the model's"),
+        ("  model", f"{flops.model:.4g} FLOPs", ""),
+    ]
+    for axes, count in sorted(by_axes(found.transfers).items(), key=lambda x: -x[1]):
+        kinds = sorted({t.kind for t in found.transfers if t.axes == axes})
+        rows.append((f"  over {','.join(axes)}", human_bytes(count), ", ".join(kinds)))
+    return _aligned(rows)
+
+
+def _time(found: Plan) -> str:
+    line = found.roofline
+    rows = [("time of a step", "", "", "")]
+    for name, seconds in line.parts.items():
+        rows.append((f"  {name}", _seconds(seconds), _bar(seconds / line.serial), ""))
+    rows.append(
+        (
+            "  step",
+            f"{_seconds(line.overlapped)} to {_seconds(line.serial)}",
+            "",
+            f"if all overlaps, if nothing does; MFU at most {found.mfu:.0%}",
+        )
+    )
+    return _aligned(rows)
+
+
+def _aligned(rows) -> str:
+    return align(rows, right=(1,))
+
+
+def _bar(share: float) -> str:
+    filled = min(WIDTH, round(share * WIDTH))
+    more = "+" if share > 1 else ""
+    return "█" * filled + more if filled else "▏" * (share > 0)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,192 @@
+"""What a device exchanges with others in one step, by collective and mesh axis.
+
+Bytes are payloads as sharding/audit.py counts them: of one run, the array that is
+whole in the group. What goes over the wire is in `sent`.
+
+  weights    each matrix is gathered in the type of computing where it is used, and
+             once more in the backward pass unless that was kept
+  gradients  a matrix's gradient is scattered where its parameter is cut, in the type of
+             computing. For TPUs the compiler makes a ring of the product and the
+             scatter where it can: n + 1 sends of 1/n. The gradient of a look-up goes
+             by an all-to-all of the activations' gradient instead
+  sums       a product over a dimension that is cut gives parts of a sum: one all-reduce
+             of the residual stream forward (out, down), one backward (qkv, up, head)
+  pipeline   every tick sends one activation each way; embedding and head are shared
+             by all-to-alls; weights are gathered and gradients summed once a step,
+             these in float32
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from .case import FLOAT32, Case, more_cut
+from .flops import ticks
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    what: str
+
+    def sent(self, sizes: dict[str, int]) -> float:
+        """Bytes that leave a device, in rings."""
+        n = math.prod(sizes[axis] for axis in self.axes)
+        share = (n - 1) / n
+        if self.kind == "collective-permute":
+            # Of the n + 1 sends of a scatter's ring, n - 1 are what a scatter needs.
+            return self.bytes * ((n - 1) / (n + 1) if self.what == "gradients" else 1)
+        return self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+
+
+def traffic(case: Case) -> tuple[Transfer, ...]:
+    found: dict[tuple[str, tuple[str, ...], str], float] = {}
+    parts = [_sums(case)]
+    parts += [_pipeline(case)] if case.pipeline else [_weights(case), _gradients(case)]
+    for part in parts:
+        for transfer in part:
+            axes = tuple(axis for axis in case.sizes if axis in transfer.axes)
+            key = transfer.kind, axes, transfer.what
+            found[key] = found.get(key, 0) + transfer.bytes
+    return tuple(
+        Transfer(kind, axes, round(count), what)
+        for (kind, axes, what), count in found.items()
+        if axes and count
+    )
+
+
+def by_axes(transfers: tuple[Transfer, ...]) -> dict[tuple[str, ...], int]:
+    totals: dict[tuple[str, ...], int] = {}
+    for transfer in transfers:
+        totals[transfer.axes] = totals.get(transfer.axes, 0) + transfer.bytes
+    return totals
+
+
+def _weights(case: Case) -> Iterator[Transfer]:
+    each = case.num_microbatches
+    for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
+        axes = more_cut(stored, whole)
+        uses = 1
+        if case.is_block(stored.path) and not case.costs.keeps_weights:
+            uses = 2
+        size = whole.bytes_per_device // whole.itemsize * case.itemsize
+        kind = "all-reduce" if axes and case.takes_slice(axes) else "all-gather"
+        yield Transfer(kind, axes, each * uses * size, "weights")
+
+
+def _gradients(case: Case) -> Iterator[Transfer]:
+    each, batch = case.num_microbatches, case.batch_axes
+    products = {p.weight for p in (*case.costs.products, case.costs.head)}
+    for gradient, whole in zip(case.gradients.arrays, case.compute.arrays, strict=True):
+        is_product = whole.path in products
+        itemsize = case.itemsize if is_product else whole.itemsize
+        size = each * whole.bytes_per_device // whole.itemsize * itemsize
+        axes = more_cut(gradient, whole)
+        if is_product:
+            yield _scatter(case, axes, size)
+        rest = tuple(axis for axis in batch if axis not in axes)
+        share = math.prod(case.sizes[axis] for axis in axes)
+        yield Transfer("all-reduce", rest, size // share, "gradients")
+    # The gradient of look-ups is summed where their tables live; it moves once for all.
+    table, whole = (
+        next(a for a in tree.arrays if a.path == "embedding")
+        for tree in (case.gradients, case.compute)
+    )
+    moved = each * case.bytes(case.costs.residual)
+    yield Transfer("all-to-all", more_cut(table, whole), moved, "gradients")
+
+
+def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
+    if axes and case.scatters_in_ring(axes):
+        n = math.prod(case.sizes[axis] for axis in axes)
+        return Transfer("collective-permute", axes, size * (n + 1) // n, "gradients")
+    kind = "all-reduce" if axes and case.takes_slice(axes) else "reduce-scatter"
+    return Transfer(kind, axes, size, "gradients")
+
+
+def _sums(case: Case) -> Iterator[Transfer]:
+    """Sums over the axes that cut the products themselves, such as tensor."""
+    costs, times = case.costs, ticks(case)
+    layers = case.layers
+    starts = 0  # forwards that a backward begins with
+    if case.pipeline is not None:
+        layers //= case.pipeline.schedule.num_chunks
+        starts = 0 if costs.keeps_weights else times.backwards
+    residual = case.bytes(dataclasses.replace(costs.residual, axes=_WHOLE))
+    streams = set(case.cuts(costs.residual.axes, costs.residual.shape))
+    for product in costs.products:
+        again = times.backwards if product.name in costs.recomputed else 0
+        runs = {
+            product.summed: times.forwards + starts + again,
+            product.spread: times.backwards,
+        }
+        for name, count in runs.items():
+            axes = _cut_of(case, product, name)
+            yield from _summed(axes, layers * count * residual, streams)
+    axes = _cut_of(case, costs.head, costs.head.spread)
+    # Backward of the head, and forward of a look-up in a table that is cut alike.
+    share = times.heads * residual / case.num_stages
+    yield from _summed(axes, round(2 * share), set())
+
+
+def _summed(axes: tuple[str, ...], size: int, streams: set[str]) -> Iterator[Transfer]:
+    if set(axes) & streams:  # the stream is cut along them: scatter, gather later
+        yield Transfer("reduce-scatter", axes, size, "sums")
+        yield Transfer("all-gather", axes, size, "sums")
+    else:
+        yield Transfer("all-reduce", axes, size, "sums")
+
+
+def _pipeline(case: Case) -> Iterator[Transfer]:
+    assert case.pipeline is not None
+    times, residual = ticks(case), case.bytes(case.costs.residual)
+    yield Transfer(
+        "collective-permute",
+        ("pipe",),
+        (times.forwards + times.backwards) * residual,
+        "stages",
+    )
+    yield Transfer("all-to-all", ("pipe",), times.exchanges * residual, "outside")
+    gathers = scatters = 1.0
+    late = case.config.pipeline.gather == "microbatch"
+    if late:
+        found = case.pipeline.simulation
+        gathers, scatters = found.weight_gathers, found.weight_scatters
+    batch = case.batch_axes
+    for stored, gradient, whole in zip(
+        case.params.arrays,
+        case.gradients.arrays,
+        case.compute.arrays,
+        strict=True,
+    ):
+        is_block = case.is_block(whole.path)
+        elements = whole.bytes_per_device // whole.itemsize
+        for kind, tree, runs, itemsize in (
+            ("all-gather", stored, gathers, case.itemsize),
+            ("reduce-scatter", gradient, scatters, FLOAT32),
+        ):
+            axes = more_cut(tree, whole)
+            # One axis after the other, the major one last when gathering.
+            size = elements * itemsize
+            for axis in axes:
+                times_run = runs if axis in batch and late else 1
+                yield Transfer(kind, (axis,), round(times_run * size), "weights")
+                size //= case.sizes[axis]
+            if kind == "reduce-scatter":
+                rest = [a for a in batch if a not in axes]
+                rest += [] if is_block or "pipe" in axes else ["pipe"]
+                yield Transfer("all-reduce", tuple(rest), size, "gradients")
+
+
+_WHOLE = ("batch", "length", "embed")
+
+
+def _cut_of(case: Case, product, name: str) -> tuple[str, ...]:
+    """The mesh axes that cut one logical axis of a product."""
+    if not name:
+        return ()
+    place = product.axes.index(name)
+    cut = case.cuts((name,), (product.shape[place],))
+    return tuple(axis for axis in case.sizes if axis in cut)
