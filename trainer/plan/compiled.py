@@ -119,9 +119,9 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
         # The compiler makes a program of one slice, and what crosses the network is no
         # collective of it: the audit would miss that.
         raise ValueError(
-            f"--compile for {plan.target.name}: a program over several slices cannot be "
-            f"compared yet. Compile one slice of it, --target {topology}, or leave out "
-            "--compile."
+            f"--compile for {plan.target.name}: a program over several slices cannot "
+            f"be compared yet. Compile one slice of it, --target {topology}, or leave "
+            "out --compile."
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
