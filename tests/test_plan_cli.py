@@ -93,10 +93,13 @@ def test_one_line_says_what_is_wrong(capsys, argv, message):
     assert err.count("\n") == 1 and message in err
 
 
-def test_only_tpus_are_compiled_for(capsys):
+def test_only_single_slices_of_tpus_are_compiled_for(capsys):
     argv = ["plan", "--config", "gpt2_124m", "--target", "h100:1x8", "--compile"]
     status, _, err = run(capsys, *argv)
     assert status == cli.BAD_INPUT and "h100 is no TPU" in err
+    argv = ["plan", "--config", "gpt2_124m", "--target", "2xv5e:4x4", "--compile"]
+    status, _, err = run(capsys, *argv, "--mesh", "data=2/2,fsdp=16")
+    assert status == cli.BAD_INPUT and "several slices cannot be compared yet" in err
 
 
 @pytest.mark.skipif(

@@ -60,8 +60,6 @@ def main(job: Path, dump: Path) -> None:
         sample_prompt=None,
     )
     options: dict[str, Any] = {}
-    if facts["num_slices"] > 1:
-        options["num_slices"] = facts["num_slices"]
     if facts["topology"].startswith("v4:"):
         # Both cores of a chip as one device, as they run; otherwise there are twice
         # as many.

@@ -115,6 +115,14 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
       keep: a file for the text of the optimized program.
     """
     topology = plan.target.topology
+    if plan.target.num_slices > 1:
+        # The compiler makes a program of one slice, and what crosses the network is no
+        # collective of it: the audit would miss that.
+        raise ValueError(
+            f"--compile for {plan.target.name}: a program over several slices cannot "
+            f"be compared yet. Compile one slice of it, --target {topology}, or leave "
+            "out --compile."
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             f"--compile for {topology}: libtpu, the compiler for TPUs, is not "
@@ -127,7 +135,6 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
             "config": plan.config,
             "mesh": plan.case.spec,
             "topology": topology,
-            "num_slices": plan.target.num_slices,
         }
         job.write_bytes(pickle.dumps(facts))
         dump = Path(folder) / "dump"
