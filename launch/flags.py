@@ -85,10 +85,10 @@ def supervise(target: Target, args: argparse.Namespace, processes: int) -> int:
     return Supervisor(target, log_folder(args), settings).run()
 
 
-def process(args: argparse.Namespace, python: str = sys.executable) -> list[str]:
+def process(args: argparse.Namespace) -> list[str]:
     """The command line of each process."""
     # -P: the folder we are in is no place to import from, as for the installed command.
-    return [python, "-P", "-m", "meshloom.trainer.cli", *args.command]
+    return [sys.executable, "-P", "-m", "meshloom.trainer.cli", *args.command]
 
 
 def cpu_devices(args: argparse.Namespace) -> int | None:

@@ -8,16 +8,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .logs import Logs
 from .statuses import Ending
-from .target import Command
-
-GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
+from .target import GUARD, Command
 
 
 class Heir:

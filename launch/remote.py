@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 
-# As sysexits calls it; ssh's own is 255.
+# As in statuses.py, which a program that is run by path cannot import; ssh's own.
 UNREACHABLE, SSH_FAILED = 69, 255
 BEAT_SECONDS = 1.0
 
@@ -38,12 +38,12 @@ def near(
     }
     process = subprocess.Popen(ssh, stdin=subprocess.PIPE)
     assert process.stdin is not None
-    fd = process.stdin.fileno()
-    os.set_blocking(fd, False)
-    _write(fd, json.dumps(order) + "\n")
+    with contextlib.suppress(BrokenPipeError):  # ssh has ended; it says why
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
     while process.poll() is None:
-        _write(fd, "stop\n" if told else "\n")
-        told.clear()
+        # Taken one by one: a signal that comes between is not forgotten.
+        _beat(process.stdin.fileno(), b"stop\n" if told and told.pop() else b"\n")
         _wait(process, told)
     if process.returncode == SSH_FAILED:
         print(f"meshloom: {host} cannot be reached by {ssh[0]}", file=sys.stderr)
@@ -51,13 +51,11 @@ def near(
     return process.returncode
 
 
-def _write(fd: int, text: str) -> None:
-    """As far as ssh takes it; where it does not, it says why by ending."""
-    try:
-        os.write(fd, text.encode())
-    except (BlockingIOError, BrokenPipeError) as error:
-        if text.startswith("{"):
-            print(f"meshloom: ssh takes no input: {error}", file=sys.stderr)
+def _beat(fd: int, word: bytes) -> None:
+    """If ssh takes it; one that takes nothing more ends by itself, and says why."""
+    os.set_blocking(fd, False)
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        os.write(fd, word)
 
 
 def _wait(process: subprocess.Popen, told: list[int]) -> None:

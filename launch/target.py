@@ -13,15 +13,16 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import progress_file
 from .logs import Logs
+from .schedulers import PORTS
 
-# Ports that the kernel gives to nobody by itself, on Linux.
-PORTS = range(20_000, 32_000)
+GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 # Variables that processes on other hosts are given too, where they are set here.
 CARRIED = ("MESHLOOM_", "JAX_", "XLA_", "LIBTPU_", "NCCL_", "TPU_", "GLOO_")
 CARRIED_WHOLE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NPROC", "PYTHONUNBUFFERED")
@@ -173,10 +174,9 @@ def carried(env: Mapping[str, str], also: Sequence[str] = ()) -> list[str]:
     )
 
 
-def rank_command(command: Sequence[str], logs: Logs, python: str) -> list[str]:
+def rank_command(command: Sequence[str], logs: Logs) -> list[str]:
     """What another program starts in the place of each process of a job."""
-    guard = str(Path(__file__).with_name("guard.py"))
-    return [python, "-I", "-S", guard, "rank", str(logs.folder.absolute()), *command]
+    return [*GUARD, "rank", str(logs.folder.absolute()), *command]
 
 
 def local_host() -> str:

@@ -11,7 +11,7 @@ import pytest
 from launched import ending
 from test_jobs import ends
 
-from meshloom.launch import remote
+from meshloom.launch import remote, statuses
 
 REMOTE = str(Path(remote.__file__))
 FAR = ["sh", "-c", f"exec {sys.executable} -I -S {REMOTE} far"]
@@ -80,7 +80,7 @@ def test_a_folder_that_is_not_there(tmp_path):
 def test_a_host_that_cannot_be_reached():
     with ending(near(["true"], ssh=["sh", "-c", "exit 255"])) as process:
         _, err = process.communicate(timeout=30)
-        assert process.returncode == remote.UNREACHABLE
+        assert process.returncode == statuses.UNREACHABLE
         assert "meshloom: b cannot be reached by sh" in err
 
 

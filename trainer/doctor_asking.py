@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-MARK = "meshloom-doctor: "  # as doctor_probe writes it, which cannot be imported safely
+from .doctor_probe import MARK
+
 # Lines that say most about why a process broke, the best first.
 TELLING = (
     r"(Unknown flags? in XLA_FLAGS: \S+)",

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,7 +109,7 @@ class Mpi(Target):
         spell = self._openmpi if self._flavour == "openmpi" else self._mpich
         argv = [
             *(self._mpirun, *spell(attempt.processes, names, logs), *self._options),
-            *rank_command(self.command, logs, sys.executable),
+            *rank_command(self.command, logs),
         ]
         # Open MPI's mpirun passes this one on, and kills everybody on SIGTERM.
         return [Command("mpirun", argv, env, signal.SIGUSR1)]

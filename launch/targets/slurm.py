@@ -10,11 +10,12 @@ import argparse
 import os
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Sequence
 
 from .. import flags
 from ..logs import Logs, say
+from ..schedulers import expand
 from ..statuses import PREEMPTED
 from ..target import Attempt, Command, Target, rank_command
 
@@ -34,6 +35,8 @@ OF_THE_JOB = {
 }
 # Before the limit of time the job is told so early, beyond the time that it may take.
 SPARE_SECONDS = 30
+# Slurm ends a job that it requeues within its KillWait, which is 30 by default.
+END_SECONDS = 120
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +122,7 @@ def _inside(args: argparse.Namespace, job: str) -> int:
         )
     target = SlurmStep(
         flags.process(args),
-        nodes(os.environ["SLURM_JOB_NODELIST"]),
+        expand(os.environ["SLURM_JOB_NODELIST"]),
         args.tasks_per_node,
         options=step_options(args),
         cpu_devices=flags.cpu_devices(args),
@@ -174,7 +177,7 @@ class SlurmStep(Target):
             *(f"--ntasks-per-node={self._each}", "--distribution=block"),
             # One that fails ends the others; our own guard writes the logs.
             *("--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none", "--export=ALL"),
-            *(*self._options, *rank_command(self.command, logs, sys.executable)),
+            *(*self._options, *rank_command(self.command, logs)),
         ]
         # srun passes this one on, and has everybody killed on SIGTERM.
         return [Command("srun", argv, env, signal.SIGUSR1)]
@@ -195,11 +198,6 @@ def ask(*argv: str) -> str:
     return found.stdout.strip()
 
 
-def nodes(nodelist: str) -> list[str]:
-    """The names in Slurm's short form, such as n[0-3,7]."""
-    return ask("scontrol", "show", "hostnames", nodelist).split()
-
-
 def facts(job: str) -> dict[str, str]:
     """What Slurm knows of a job."""
     words = ask("scontrol", "show", "job", "-o", job).split()
@@ -213,3 +211,5 @@ def _requeue(job: str) -> None:
         return
     say(f"putting job {job} back into the queue")
     ask("scontrol", "requeue", job)
+    # Slurm ends us now. If we ended by ourselves, it might take the job for failed.
+    time.sleep(END_SECONDS)
