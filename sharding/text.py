@@ -12,6 +12,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def human_seconds(seconds: float) -> str:
+    """0.0125 -> '12.5 ms'."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Rows as text in columns, some of them (by number) pushed to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

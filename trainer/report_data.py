@@ -111,6 +111,12 @@ def training_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
     return float(waits[waits <= limit].sum())
 
 
+def median_step_seconds(rows: Sequence[dict[str, Any]], start: int) -> float | None:
+    """Returns the median of the recorded step times after step `start`."""
+    seconds = [r["step_s"] for r in rows if "step_s" in r and r["step"] > start]
+    return float(np.median(seconds)) if seconds else None
+
+
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows = metrics.read(path)
     for number, row in enumerate(rows, start=1):

@@ -213,9 +213,7 @@ def make_case(config: "Config", target: Target) -> Case:
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=model.costs(
-            rows, length, platform="tpu" if target.device.torus else "gpu"
-        ),
+        costs=model.costs(rows, length, platform=target.device.platform),
     )
 
 

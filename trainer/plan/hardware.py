@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 _GIB = 2**30
+CPU = "cpu"  # a device with this name is one of those that share a machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,11 @@ class Device:
     available: float | None = None
     cores: int = 1
     source: str = "the user"
+
+    @property
+    def platform(self) -> str:
+        """As models know it: what attention may be computed by."""
+        return "tpu" if self.torus else "cpu" if self.name == CPU else "gpu"
 
     @property
     def usable(self) -> float:

@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 
 from ...sharding.text import align, human_bytes
+from ...sharding.text import human_seconds as _seconds
 from .advice import cheapest_changes
 from .predict import Plan, plan
 from .traffic import by_axes
@@ -175,7 +176,3 @@ def _bar(share: float) -> str:
     filled = min(WIDTH, round(share * WIDTH))
     more = "+" if share > 1 else ""
     return "█" * filled + more if filled else "▏" * (share > 0)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
