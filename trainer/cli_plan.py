@@ -22,6 +22,11 @@ def add(commands, command, add_config_flags) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="list the arrays that make up the peak, and what differs between stages",
+    )
+    parser.add_argument(
         "--compile",
         action="store_true",
         help="compile the step for the target too, and compare (needs libtpu)",

@@ -101,7 +101,10 @@ class Plan:
                 "arguments": self.memory.arguments,
                 "temporaries": self.memory.temporaries,
                 "moment": self.memory.peak_moment,
-                "parts": [dataclasses.asdict(part) for part in self.memory.parts],
+                "parts": [
+                    {"name": part.name, "bytes": part.bytes, "detail": part.detail}
+                    for part in self.memory.parts
+                ],
                 "moments": {
                     name: sum(part.bytes for part in parts) + self.memory.arguments
                     for name, parts in self.memory.moments.items()

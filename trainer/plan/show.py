@@ -5,6 +5,7 @@ from argparse import Namespace
 
 from ...sharding.text import align, human_bytes
 from ...sharding.text import human_seconds as _seconds
+from . import explain
 from .advice import cheapest_changes
 from .predict import Plan, plan
 from .traffic import by_axes
@@ -39,11 +40,15 @@ def show(args: Namespace) -> int | None:
         }
         if compiled is not None:
             document["compiled"] = compiled.to_json()
+        if args.explain:
+            document["explain"] = explain.to_json(found)
         print(json.dumps(document, indent=1))
         return None if found.fits else DOES_NOT_FIT
     blocks = [_head(found), _memory(found), _work(found), _time(found)]
     if compiled is not None:
         blocks.append(compiled.table(found))
+    if args.explain:
+        blocks.append(explain.explain(found))
     _print("\n\n".join(blocks))
     device = found.target.device
     if found.fits:
