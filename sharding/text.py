@@ -14,7 +14,10 @@ def human_bytes(count: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """0.0125 -> '12.5 ms'."""
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    for unit, least in (("s", 1), ("ms", 1e-3)):
+        if seconds >= least:
+            return f"{seconds / least:.3g} {unit}"
+    return f"{1e6 * seconds:.3g} µs"
 
 
 def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

@@ -14,6 +14,7 @@ from tiny_plans import config as big_config
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import config_files, metrics, peaks, train
 from meshloom.trainer.plan import forecast, plan
+from meshloom.trainer.plan.comparison import compare
 from meshloom.trainer.plan.here import target_here
 from meshloom.trainer.setup import prepare
 
@@ -146,7 +147,7 @@ def test_without_a_forecast_the_line_says_why(tiny, wrap, words):
         "start": 4,
         "reason": words.removeprefix("No forecast: "),
     }
-    assert forecast.compare(found.to_json()) == []
+    assert compare(found.to_json()) == []
 
 
 def document(memory, seconds, of="compiler's"):
@@ -156,21 +157,21 @@ def document(memory, seconds, of="compiler's"):
 
 
 def test_the_line_at_the_end():
-    (line,) = forecast.compare(document(2 * GIB, 0.625))
+    (line,) = compare(document(2 * GIB, 0.625))
     assert line == (
         "Forecast 3.0 GiB and 500 ms a step; compiler's 2.0 GiB (forecast 1.50 of it), "
         "median step 625 ms (0.80)"
     )
-    (line,) = forecast.compare(document(None, None))
+    (line,) = compare(document(None, None))
     assert line.endswith("a step; memory unknown, no step time: too few steps")
 
 
 def test_a_forecast_that_was_far_off_says_which():
-    line, memory = forecast.compare(document(GIB, 0.5))
+    line, memory = compare(document(GIB, 0.5))
     assert memory == "Memory is far off: 0.333 times its forecast"
-    line, step = forecast.compare(document(3 * GIB, 1.5))
+    line, step = compare(document(3 * GIB, 1.5))
     assert step == "The step time is far off: 3 times its forecast"
-    assert len(forecast.compare(document(30 * GIB, 5.0))) == 3
+    assert len(compare(document(30 * GIB, 5.0))) == 3
 
 
 def test_memory_is_the_devices_own_where_they_know_it(tiny, tmp_path):
@@ -205,7 +206,7 @@ def test_a_run_foretells_and_compares(tiny, tmp_path):
     lines, content = run()
     start = next(n for n, line in enumerate(lines) if line.startswith("Forecast: "))
     assert lines[start + 1] == "Compiling the train step ..."
-    for line in forecast.compare(content):
+    for line in compare(content):
         assert line in lines[start + 2 :]
     assert content["start"] == 0 and content["measured"]["seconds"] > 0
     # A complete run makes no new forecast; one that goes on makes one of its own.

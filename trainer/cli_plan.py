@@ -22,6 +22,9 @@ def add(commands, command, add_config_flags) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the plan as a page too"
+    )
+    parser.add_argument(
         "--explain",
         action="store_true",
         help="list the arrays that make up the peak, and what differs between stages",

@@ -27,6 +27,7 @@ from .ledger import Ledger
 from .optimizers import Optimizer
 from .pipelining import Pipelining
 from .plan import forecast as forecast_lib
+from .plan.comparison import compare
 from .pulse import ALLOW_SECONDS, Pulse
 from .report import write_report
 from .run_folder import RunFolder, environment
@@ -342,7 +343,7 @@ def _compare(
     measured = forecast_lib.measure(setup, folder.path, forecast.start)
     document = forecast.to_json(measured)
     folder.write_json(forecast_lib.FILE, document)
-    for line in forecast_lib.compare(document):
+    for line in compare(document):
         console.print(line, markup=False)
 
 

@@ -6,7 +6,7 @@ end it is compared with the memory and the step time that were found.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..setup import Setup
 
 FILE = "forecast.json"
-# Forecasts outside this range of what was found are far off.
-CLOSE = (0.5, 2.0)
 WIDEST_REASON = 200
 
 
@@ -105,7 +103,7 @@ def measure(setup: "Setup", folder: Path, start: int) -> Measured:
 def _memory(setup: "Setup") -> tuple[int | None, str]:
     """What devices have had in use; a CPU does not say, so what is reserved there."""
     stats = [device.memory_stats() for device in setup.mesh.local_devices]
-    used = [found["peak_bytes_in_use"] for found in stats if found]
+    used = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     if used:
         return max(used), "in use at most"
     found = setup.compile().memory_analysis()
@@ -114,39 +112,3 @@ def _memory(setup: "Setup") -> tuple[int | None, str]:
     # Not its peak: for CPUs that leaves out what is alive at once.
     reserved = found.argument_size_in_bytes + found.temp_size_in_bytes
     return reserved, "compiler's"
-
-
-def compare(document: Mapping[str, Any]) -> list[str]:
-    """What forecast.json says of forecast and found: a line, and one for each far off.
-
-    Without a forecast or measured figures there is nothing to compare.
-    """
-    if "measured" not in document:
-        return []
-    expected = {
-        "memory": document["plan"]["memory"]["peak"],
-        "seconds": document["seconds"],
-    }
-    found = document["measured"]
-    ratios = {name: expected[name] / found[name] for name in expected if found[name]}
-    memory, step = "memory unknown", "no step time: too few steps"
-    if "memory" in ratios:
-        memory = (
-            f"{found['memory_of']} {human_bytes(found['memory'])} "
-            f"(forecast {ratios['memory']:.2f} of it)"
-        )
-    if "seconds" in ratios:
-        step = (
-            f"median step {human_seconds(found['seconds'])} ({ratios['seconds']:.2f})"
-        )
-    lines = [
-        f"Forecast {human_bytes(expected['memory'])} and "
-        f"{human_seconds(expected['seconds'])} a step; {memory}, {step}"
-    ]
-    words = {"memory": "Memory", "seconds": "The step time"}
-    for name, ratio in ratios.items():
-        if not CLOSE[0] <= ratio <= CLOSE[1]:
-            lines.append(
-                f"{words[name]} is far off: {1 / ratio:.3g} times its forecast"
-            )
-    return lines

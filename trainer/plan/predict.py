@@ -86,9 +86,10 @@ class Plan:
         case, device = self.case, self.target.device
         return {
             "target": {
-                "name": self.target.name,
-                "devices": self.target.num_devices,
                 **dataclasses.asdict(device),
+                "name": self.target.name,
+                "device": device.name,
+                "devices": self.target.num_devices,
             },
             "mesh": case.sizes,
             "plan": self.config.plan,

@@ -29,6 +29,11 @@ def show(args: Namespace) -> int | None:
         from . import compiled as compiled_lib
 
         compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
+    if args.html is not None:
+        from ..report_plan import write_plan
+
+        name = " + ".join(args.config or ["default"])
+        write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)
     changes = [] if found.fits else cheapest_changes(found)
     if args.json:
         document = found.to_json() | {
