@@ -14,8 +14,11 @@ def human_bytes(count: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """0.0125 -> '12.5 ms'."""
+    # What three digits would round up to 1000 belongs to the next unit.
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
     for unit, least in (("s", 1), ("ms", 1e-3)):
-        if seconds >= least:
+        if seconds >= 0.9995 * least:
             return f"{seconds / least:.3g} {unit}"
     return f"{1e6 * seconds:.3g} µs"
 

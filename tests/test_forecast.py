@@ -12,6 +12,7 @@ from rich.console import Console
 from tiny_plans import config as big_config
 
 from meshloom.sharding import MeshSpec
+from meshloom.sharding.text import human_seconds
 from meshloom.trainer import config_files, metrics, peaks, train
 from meshloom.trainer.plan import forecast, plan
 from meshloom.trainer.plan.comparison import compare
@@ -154,6 +155,22 @@ def document(memory, seconds, of="compiler's"):
     found = {"memory": memory, "memory_of": of, "seconds": seconds}
     expected = {"memory": {"peak": 3 * GIB}}
     return {"start": 0, "seconds": 0.5, "plan": expected, "measured": found}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (3.5e-7, "0.35 µs"),
+        (0.0125, "12.5 ms"),
+        (0.9999, "1 s"),
+        (0.9994, "999 ms"),
+        (999.7, "1,000 s"),
+        (59.94, "59.9 s"),
+        (4680.2, "4,680 s"),
+    ],
+)
+def test_times_are_short(seconds, words):
+    assert human_seconds(seconds) == words
 
 
 def test_the_line_at_the_end():
