@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 
+from .hlo_kernels import kernel_flops
 from .hlo_loops import executions as executions
 from .hlo_text import Array, Computation, Instruction, integers
 from .hlo_text import parse as parse
@@ -111,9 +112,9 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     """Returns the floating-point operations of matrix products on one device.
 
     A multiplication and an addition are two. Counted are dots, convolutions (XLA for
-    TPU makes dots into convolutions; positions in the padding are free) and cuBLAS
-    calls, each as often as it runs; elementwise work and other custom calls, such as
-    Pallas kernels, are not.
+    TPU makes dots into convolutions; positions in the padding are free), cuBLAS calls
+    and splash attention, each as often as it runs; elementwise work and other custom
+    calls are not.
 
     Args:
       text: Optimized HLO text of one program.
@@ -151,6 +152,8 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     elif instruction.opcode == "custom-call" and _GEMM.search(instruction.rest):
         found = _GEMM_CONTRACTED.search(instruction.rest)
         contracted = integers(found[1]) if found else ()
+    elif instruction.opcode == "custom-call":
+        return kernel_flops(computation, instruction)
     else:
         return 0.0
     left = computation.operand_arrays(instruction)[0][0]

@@ -135,6 +135,7 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
             "config": plan.config,
             "mesh": plan.case.spec,
             "topology": topology,
+            "wrap": plan.target.wrap,
         }
         job.write_bytes(pickle.dumps(facts))
         dump = Path(folder) / "dump"

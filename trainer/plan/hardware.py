@@ -179,6 +179,17 @@ class Target:
             )
         return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
 
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """For each of three dimensions, whether it closes to a ring.
+
+        The compiler takes a slice for one without rings unless it is told, and then
+        makes slower programs: on v5p, all-reduces where it would gather.
+        """
+        wraps = self.device.wraps
+        rings = (bool(wraps) and size % wraps == 0 for size in self.shape)
+        return (*rings, False, False, False)[:3]
+
 
 def parse_target(text: str) -> Target:
     """The target of a name; see the top of this file."""

@@ -17,7 +17,7 @@ import math
 
 from ...sharding.mesh import AXES
 from .case import FLOAT32, Case
-from .flops import BACKWARD, Flops, ticks
+from .flops import Flops, ticks
 from .traffic import Transfer
 
 
@@ -99,7 +99,7 @@ def hbm_bytes(case: Case) -> float:
         for arrays in (costs.kept, (*costs.attention, *costs.mlp))
     )
     forward = block + kept + working / 2
-    backward = (BACKWARD + 1) * block + kept + 2 * working
+    backward = 3 * block + kept + 2 * working
     head = (
         3 * case.bytes(costs.logits) / case.num_stages + 3 * gathered[costs.head.weight]
     )
@@ -125,8 +125,7 @@ def links(case: Case) -> dict[str, Link]:
             taken = math.gcd(left, room[i])
             if taken == 1:
                 continue
-            whole = taken == target.shape[i]
-            rings = bool(device.wraps) and whole and taken % device.wraps == 0
+            rings = taken == target.shape[i] and target.wrap[i]
             bandwidth += device.link * (2 if rings else 1)
             room[i] //= taken
             left //= taken
