@@ -18,7 +18,8 @@ beside those of the microbatch at hand; it keeps what waits in its slots.
 import dataclasses
 import math
 
-from .case import FLOAT32, Case, more_cut
+from .case import Case, more_cut
+from .cutting import FLOAT32
 
 # Seen with 4 devices, and no longer with 8.
 UNROLLED = 4
