@@ -19,7 +19,7 @@ from ...sharding.tree import ResolvedArray
 from ..pipelining import Plan as PipelinePlan
 from ..pipelining import plan_pipeline
 from ..state import State, plan_layout
-from .cutting import Cutting, rules_of
+from .cutting import Cutting
 from .hardware import Target
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def make_case(config: "Config", target: Target) -> Case:
         )
     spec = _with_slices(config.mesh, target)
     mesh = spec.abstract(target.num_devices)
-    sizes, rules = mesh_sizes(mesh), rules_of(config.plan)
+    sizes, rules = mesh_sizes(mesh), parse_plan(config.plan)
     pipeline = plan_pipeline(
         config, mesh, rules, num_layers=model.num_layers, advise=False
     )
@@ -193,7 +193,7 @@ def _cutting(
     tiled: bool,
 ) -> Cutting:
     state, axes = _abstract_state(model, optimizer)
-    return Cutting(rules_of(plan), dict(sizes), tiled, state, axes)
+    return Cutting(parse_plan(plan), dict(sizes), tiled, state, axes)
 
 
 @functools.lru_cache(maxsize=256)

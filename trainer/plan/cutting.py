@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...sharding import Resolved, Rules, parse_plan, resolve
+from ...sharding import Resolved, Rules, resolve
 from ...sharding.resolve import resolve_dimensions
 from ...sharding.rules import Role
 from ..state import State
@@ -114,6 +114,3 @@ def tiled_bytes(shape: tuple[int, ...], itemsize: int) -> int:
         )
         for lanes, sublanes in itertools.permutations(range(len(sizes)), 2)
     )
-
-
-rules_of = functools.lru_cache(maxsize=64)(parse_plan)

@@ -69,13 +69,17 @@ class Memory:
 
 
 def memory(case: Case) -> Memory:
-    state = (
+    moments = _pipeline_moments(case) if case.pipeline else _moments(case)
+    return Memory(state_parts(case), moments)
+
+
+def state_parts(case: Case) -> tuple[Part, ...]:
+    """What stays from step to step; neither remat nor microbatches change it."""
+    return (
         Part("parameters", sum(case.resident(case.params).values())),
         Part("optimizer state", sum(case.resident(case.opt_state).values())),
         Part("batch", _batch_bytes(case)),
     )
-    moments = _pipeline_moments(case) if case.pipeline else _moments(case)
-    return Memory(state, moments)
 
 
 def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
