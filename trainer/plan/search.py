@@ -69,14 +69,16 @@ class Search:
     def plan(self, candidate: Candidate) -> Plan:
         return Plan(make_case(candidate.choice.of(self.config), self.target))
 
-    def leanest(self) -> Plan:
-        """The plan of least memory, for where none fits.
+    def leanest(self, candidates: Iterable[Candidate] | None = None) -> Plan:
+        """The plan of least memory, of some candidates or of all.
 
         Of what was passed over only what it needs at the least is known, so the plans
         that could be the leanest are made, the likeliest first.
         """
         best: Plan | None = None
-        for candidate in sorted(self.candidates, key=lambda c: c.peak):
+        if candidates is None:
+            candidates = self.candidates
+        for candidate in sorted(candidates, key=lambda c: c.peak):
             if best is not None and candidate.peak >= best.memory.peak:
                 break
             plan = self.plan(candidate)

@@ -6,10 +6,12 @@ from argparse import Namespace
 from ...sharding.text import align, human_bytes
 from .advice import cheapest_changes
 from .predict import Plan, plan
+from .text import bar as _bar
+from .text import print_styled as _print
+from .text import seconds_text as _seconds
 from .traffic import by_axes
 
 DOES_NOT_FIT = 1
-WIDTH = 32
 
 
 def show(args: Namespace) -> int | None:
@@ -55,17 +57,6 @@ def show(args: Namespace) -> int | None:
     if not changes:
         _print("  no change of remat, microbatches, mesh and batch: take more devices")
     return DOES_NOT_FIT
-
-
-def _print(text: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    # Through rich, which knows whether the terminal has colours; long lines stay whole.
-    styled = Text(text)
-    styled.highlight_regex("█+", "cyan")
-    styled.highlight_regex("It fits|It does not fit", "bold")
-    Console().print(styled, soft_wrap=True)
 
 
 def _head(found: Plan) -> str:
@@ -169,13 +160,3 @@ def _time(found: Plan) -> str:
 
 def _aligned(rows) -> str:
     return align(rows, right=(1,))
-
-
-def _bar(share: float) -> str:
-    filled = min(WIDTH, round(share * WIDTH))
-    more = "+" if share > 1 else ""
-    return "█" * filled + more if filled else "▏" * (share > 0)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,32 @@
+"""The smallest number of devices of a kind on which a config trains."""
+
+from typing import TYPE_CHECKING
+
+from .hardware import Target, sizes_of
+from .search import Progress, Search, search
+
+if TYPE_CHECKING:
+    from ..train import Config
+
+
+def smallest(
+    config: "Config",
+    target: Target,
+    *,
+    batch: int | None = None,
+    more_than: int = 0,
+    progress: Progress | None = None,
+) -> Search | None:
+    """Searches one usual size after the other; None where the largest is too small.
+
+    Args:
+      target: any number of devices of the kind.
+      batch: batch_size instead of the config's; it is the same at every size.
+      more_than: sizes up to this are known to be too small.
+    """
+    for size in sizes_of(target):
+        if size.num_devices > more_than:
+            found = search(config, size, batch=batch, progress=progress)
+            if found.best is not None:
+                return found
+    return None
