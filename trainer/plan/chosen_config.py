@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Written also where the base has the same, so that a change of it changes nothing here.
 CHOSEN = re.compile(
-    r"\S+(MeshSpec\.\w+|Pipelining\.\w+|\.batch_size|\.plan|\.num_microbatches|\.remat) ="
+    r"\S+(MeshSpec\.\w+|Pipelining\.\w+|\.(batch_size|plan|remat|num_microbatches)) ="
 )
 
 

@@ -43,9 +43,14 @@ def svg(found: Mapping[Kind, Sequence[Point]], title: str) -> str:
             parts.append(_line(_ideal(kind, curve), devices, axis, kind, dashed=True))
             line = [(num, seconds) for num, seconds, _ in curve]
             parts.append(_line(line, devices, axis, kind))
-    # Words last, so that no line runs through them.
+    # Words last, so that no line runs through them: of the upper curve above it.
+    upper: dict[int, float] = {}
+    for num, seconds, _ in all_points:
+        upper[num] = max(seconds, upper.get(num, 0.0))
     for kind, curve in curves.items():
-        parts += [_dot(point, devices, axis, kind) for _, _, point in curve]
+        for num, seconds, point in curve:
+            words = -9 if seconds == upper[num] else 17
+            parts.append(_dot(point, _x(num, devices), _y(seconds, axis), kind, words))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" font-family="{escape(FONT)}" role="img" '
@@ -106,15 +111,13 @@ def _line(points, devices, axis: Axis, kind: Kind, *, dashed: bool = False) -> s
     return f'<polyline points="{path}" fill="none" stroke="{COLORS[kind]}" {style}/>'
 
 
-def _dot(point: Point, devices: Sequence[int], axis: Axis, kind: Kind) -> str:
-    assert point.plan is not None and point.efficiency is not None
-    x, y = _x(point.num_devices, devices), _y(point.plan.roofline.serial, axis)
-    words, color = f"{point.efficiency:.0%}", COLORS[kind]
-    # One curve's words below it and the other's above, for where they cross.
-    below = 17 if kind == "strong" else -9
+def _dot(point: Point, x: float, y: float, kind: Kind, words: int) -> str:
+    """A point; its efficiency stands `words` pixels below, or above if negative."""
+    color = COLORS[kind]
+    text = f"{point.efficiency:.0%}"
     return (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
-        f"{_text(x, y + below, words, color, anchor='middle', size=11)}"
+        f"{_text(x, y + words, text, color, anchor='middle', size=11)}"
     )
 
 

@@ -26,11 +26,12 @@ def show(args: Namespace) -> int | None:
     """Prints the tables of the flags; the exit status says whether anything fits."""
     config, target = load(args), parse_target(args.target)
     batch = config.batch_size if args.batch is None else args.batch
-    found: dict[Kind, list[Point]] = {
-        kind: scaling(config, target, kind, batch=batch, progress=Ticker())
-        for kind in TITLES
-        if args.scale in (kind, "both")
-    }
+    with Ticker() as ticker:
+        found: dict[Kind, list[Point]] = {
+            kind: scaling(config, target, kind, batch=batch, progress=ticker)
+            for kind in TITLES
+            if args.scale in (kind, "both")
+        }
     if args.json:
         print(
             json.dumps({k: [_json(p) for p in v] for k, v in found.items()}, indent=1)

@@ -1,6 +1,5 @@
 """`meshloom plan --search` and `--smallest` as text and JSON."""
 
-import dataclasses
 import json
 import shlex
 import sys
@@ -17,7 +16,7 @@ from .predict import Plan
 from .reasons import reasons, why_not
 from .search import Candidate, Search, search
 from .show import DOES_NOT_FIT
-from .smallest import smallest
+from .smallest import in_words, smallest
 from .text import print_styled, seconds_text
 
 if TYPE_CHECKING:
@@ -31,7 +30,8 @@ def show(args: Namespace) -> int | None:
     config, target = load(args), parse_target(args.target)
     if args.smallest:
         return show_smallest(args, config, target)
-    found = search(config, target, batch=args.batch, progress=Ticker())
+    with Ticker() as ticker:
+        found = search(config, target, batch=args.batch, progress=ticker)
     if found.best is None:
         return _nothing_fits(args, found)
     chosen = found.finalists(args.top or TOP)
@@ -62,21 +62,16 @@ def load(args: Namespace) -> "Config":
 
 
 def show_smallest(args: Namespace, config: "Config", target: Target) -> int | None:
-    found = smallest(config, target, batch=args.batch, progress=Ticker())
+    with Ticker() as ticker:
+        found = smallest(config, target, batch=args.batch, progress=ticker)
     if found is None or found.best is None:
-        print_styled(f"It fits on no usual number of {target.device.name}.")
+        print_styled(in_words(None, target))
         return DOES_NOT_FIT
     if args.json:
         print(json.dumps(_json(found, [found.plan(found.best)], []), indent=1))
         return None
-    print_styled(f"{smallest_line(found)}\n\n{best_table(found, [found.best])}")
+    print_styled(f"{in_words(found, target)}\n\n{best_table(found, [found.best])}")
     return None
-
-
-def smallest_line(found: Search) -> str:
-    target, num = found.target, found.target.num_devices
-    what = f"{num} device{'s' if num > 1 else ''}"
-    return f"The smallest on which it trains is {target.name}: {what}."
 
 
 def counted(found: Search) -> str:
@@ -130,12 +125,9 @@ def _lines(items: Sequence[Any]) -> list[str]:
 
 def _nothing_fits(args: Namespace, found: Search) -> int:
     lean = found.leanest()
-    least = smallest(
-        found.config,
-        found.target,
-        more_than=found.target.num_devices,
-        progress=Ticker(),
-    )
+    with Ticker() as ticker:
+        num = found.target.num_devices
+        least = smallest(found.config, found.target, more_than=num, progress=ticker)
     if args.json:
         document = _json(found, [], [])
         document["leanest"] = lean.to_json()
@@ -148,9 +140,7 @@ def _nothing_fits(args: Namespace, found: Search) -> int:
         "",
         f"Nothing fits. The leanest plan, {lean.case.spec}, is {over} too large on "
         f"each device: {why_not(lean)}.",
-        smallest_line(least)
-        if least
-        else f"It fits on no usual number of {found.target.device.name}.",
+        in_words(least, found.target),
     ]
     print_styled("\n".join(lines))
     return DOES_NOT_FIT
@@ -215,16 +205,26 @@ def _write(args: Namespace, found: Search) -> None:
     print(f"Wrote {args.write}", file=sys.stderr)
 
 
-@dataclasses.dataclass
 class Ticker:
     """A line on a terminal, for searches that take longer than a second."""
 
-    begin: float = dataclasses.field(default_factory=time.perf_counter)
-    told: float = 1.0
+    def __init__(self):
+        self._begin, self._next, self._width = time.perf_counter(), 1.0, 0
+
+    def __enter__(self) -> "Ticker":
+        return self
 
     def __call__(self, num: int, num_fit: int) -> None:
-        passed = time.perf_counter() - self.begin
-        if passed > self.told and sys.stderr.isatty():
-            self.told = passed + 0.2
-            text = f"\r{num:,} plans looked at, {num_fit:,} fit "
-            print(text, end="", file=sys.stderr, flush=True)
+        passed = time.perf_counter() - self._begin
+        if passed > self._next and sys.stderr.isatty():
+            self._next = passed + 0.2
+            self._tell(f"{num:,} plans looked at, {num_fit:,} fit")
+
+    def __exit__(self, *_) -> None:
+        if self._width:
+            self._tell("")
+            print(end="\r", file=sys.stderr, flush=True)
+
+    def _tell(self, text: str) -> None:
+        print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
+        self._width = max(self._width, len(text))

@@ -6,6 +6,7 @@ from argparse import Namespace
 from ...sharding.text import align, human_bytes
 from .advice import cheapest_changes
 from .predict import Plan, plan
+from .smallest import in_words, smallest
 from .text import bar as _bar
 from .text import print_styled as _print
 from .text import seconds_text as _seconds
@@ -55,7 +56,9 @@ def show(args: Namespace) -> int | None:
     for change in changes:
         _print(f"  {change}")
     if not changes:
-        _print("  no change of remat, microbatches, mesh and batch: take more devices")
+        _print("  no change of remat, microbatches, mesh and batch.")
+        least = smallest(found.config, found.target, more_than=found.target.num_devices)
+        _print(in_words(least, found.target))
     return DOES_NOT_FIT
 
 

@@ -30,3 +30,11 @@ def smallest(
             if found.best is not None:
                 return found
     return None
+
+
+def in_words(found: Search | None, target: Target) -> str:
+    if found is None:
+        return f"It fits on no usual number of {target.device.name}."
+    num = found.target.num_devices
+    devices = f"{num} device{'s' if num > 1 else ''}"
+    return f"The smallest on which it trains is {found.target.name}: {devices}."
