@@ -1,7 +1,5 @@
 """What a run will cost, before any accelerator is rented: see docs/plan.md."""
 
-import importlib
-
 from .hardware import Device as Device
 from .hardware import Target as Target
 from .hardware import parse_target as parse_target
@@ -14,6 +12,7 @@ def __getattr__(name: str):
 
         return getattr(predict, name)
     if name in ("search", "Search"):
-        # By its path: `from . import search` would ask this function for it again.
-        return getattr(importlib.import_module(f"{__name__}.search"), name)
+        from . import searching
+
+        return getattr(searching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .candidates import ONE_CHUNK, Choice
 from .case import make_case
 from .predict import Plan
-from .search import search
+from .searching import search
 
 if TYPE_CHECKING:
     from ..train import Config

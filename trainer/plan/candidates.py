@@ -3,7 +3,8 @@
   mesh          data x fsdp x tensor x pipe, all that multiply to the devices; over
                 several TPU slices, data or pipe crosses them
   remat         every policy
-  microbatches  every number that divides the examples of a device
+  microbatches  every number that divides the examples of a device; in a pipeline up to
+                MOST_IN_PIPE, of which the bubble is small with any number of stages
   schedule      with a pipe: gpipe, 1f1b, interleaved with every number of chunks
 
 Batch, plan and model stay as they are. An axis that the plan does not use stays 1, pipe
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 REMATS: tuple[Remat, ...] = get_args(Remat)
 SEARCHED = ("pipe", "data", "fsdp", "tensor")
 ONE_CHUNK = ("gpipe", "1f1b")
+MOST_IN_PIPE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,9 @@ def choices_on(config: "Config", case: Case) -> list[Choice]:
     each = config.batch_size // case.ways(("batch",), (config.batch_size,))
     remats = REMATS if hasattr(model, "remat") else (None,)
     schedules: list[tuple[str, int]] = [("", 1)]
+    counts = divisors(each)
     if case.num_stages > 1:
+        counts = [num for num in counts if num <= MOST_IN_PIPE]
         schedules = [(name, 1) for name in ONE_CHUNK]
         chunks = divisors(case.layers)[1:]
         schedules += [("interleaved", num) for num in chunks]
@@ -122,7 +126,7 @@ def choices_on(config: "Config", case: Case) -> list[Choice]:
     return [
         Choice(spec, remat, num, name, chunks)
         for name, chunks in schedules
-        for num in divisors(each)
+        for num in counts
         for remat in remats
     ]
 

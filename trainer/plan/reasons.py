@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from ...sharding.text import human_bytes
 from .candidates import Choice
 from .predict import Plan
-from .search import Candidate, Search
+from .searching import Candidate, Search
 
 # Of each thing, so many other values are shown, those that lose by least first.
 SHOWN = 3

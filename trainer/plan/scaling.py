@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .hardware import Target, parse_target, sizes_of
 from .predict import Plan
-from .search import Candidate, Progress, Search, search
+from .searching import Candidate, Progress, Search, search
 
 if TYPE_CHECKING:
     from ..train import Config

@@ -14,7 +14,7 @@ from .finalists import Finalist, compile_all, table
 from .hardware import Target, parse_target
 from .predict import Plan
 from .reasons import reasons, why_not
-from .search import Candidate, Search, search
+from .searching import Candidate, Search, search
 from .show import DOES_NOT_FIT
 from .smallest import in_words, smallest
 from .text import print_styled, seconds_text

@@ -52,13 +52,16 @@ def show(args: Namespace) -> int | None:
         _print(f"\nIt fits. Next to run out: {found.next_limit()}.")
         return None
     over = human_bytes(found.memory.peak - device.usable)
+    if not changes:
+        least = smallest(found.config, found.target, more_than=found.target.num_devices)
+        _print(
+            f"\nIt does not fit: {over} too much on each device, and no remat, "
+            f"microbatches, mesh or batch would do. {in_words(least, found.target)}"
+        )
+        return DOES_NOT_FIT
     _print(f"\nIt does not fit: {over} too much on each device. It would with")
     for change in changes:
         _print(f"  {change}")
-    if not changes:
-        _print("  no change of remat, microbatches, mesh and batch.")
-        least = smallest(found.config, found.target, more_than=found.target.num_devices)
-        _print(in_words(least, found.target))
     return DOES_NOT_FIT
 
 

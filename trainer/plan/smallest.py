@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .hardware import Target, sizes_of
-from .search import Progress, Search, search
+from .searching import Progress, Search, search
 
 if TYPE_CHECKING:
     from ..train import Config
