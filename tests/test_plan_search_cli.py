@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,6 @@ from meshloom.sharding import MeshSpec
 from meshloom.trainer import cli, config_files
 from meshloom.trainer.plan import finalists as finalists_lib
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.advice import cheapest_changes
 from meshloom.trainer.plan.compiled import Compiled, Refused
 from meshloom.trainer.plan.finalists import compile_all, table
 from meshloom.trainer.plan.scaling import device_rate, scaling
@@ -227,17 +227,33 @@ def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
     assert "It does not hold: by the compiled step it is 2, 1." in table(found)
 
 
-def test_changes_say_all_that_has_to_be_set():
-    """Of a config in a pipeline whose microbatches are given."""
-    c = dataclasses.replace(config(remat="none", num_microbatches=2), batch_size=16)
-    poor = "own:2x4,flops=1e13,hbm=14e6,hbm_bandwidth=1e11,link=1e9,network=2e8"
-    found = plan(c, poor, mesh="pipe=2,fsdp=4")
-    assert not found.fits
-    changes = cheapest_changes(found)
-    assert len(changes) >= 2
-    assert all(change.plan.fits for change in changes)
-    sizes = [len(change.flags) for change in changes]
-    assert sizes == sorted(sizes)
+def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):
+    """Of a pipeline whose microbatches are given. Each is run again as it is printed."""
+    base = tmp_path / "base.gin"
+    lines = [
+        "from __gin__ import dynamic_registration",
+        "from meshloom import sharding",
+        "from meshloom.models import transformer",
+        "from meshloom.trainer import train",
+        'include "drill"',
+        "sharding.MeshSpec.data = 1",
+        "sharding.MeshSpec.pipe = 2",
+        "sharding.MeshSpec.fsdp = 4",
+        "train.Config.num_microbatches = 2",
+        'transformer.Config.remat = "none"',
+    ]
+    base.write_text("\n".join(lines))
+    target = POOR.replace("1x4", "2x4").replace("hbm=2e5", "hbm=3e5")
+    argv = ["plan", "--config", base, "--target", target, "--json"]
+    status, out, _ = run(capsys, *argv)
+    assert status == 1
+    changes = json.loads(out)["changes"]
+    sizes = [len(change["flags"]) for change in changes]
+    assert len(changes) >= 2 and sizes == sorted(sizes) and sizes[-1] > 1
+    for change in changes:
+        status, out, _ = run(capsys, *argv, *shlex.split(" ".join(change["flags"])))
+        assert status == 0, change
+        assert json.loads(out)["memory"]["peak"] == change["peak"]
 
 
 @pytest.mark.parametrize(
