@@ -15,6 +15,7 @@ the plans after it cut more. The standard names (a model may add its own):
   head_dim norm position        small or never worth a cut
 """
 
+import functools
 from collections.abc import Callable
 
 from .rules import Rules
@@ -112,6 +113,7 @@ PLANS: dict[str, Callable[[], Rules]] = {
 }
 
 
+@functools.lru_cache(maxsize=64)
 def parse_plan(text: str) -> Rules:
     """Rules from "data+fsdp+tensor", as configs and the command line write them."""
     rules = Rules()

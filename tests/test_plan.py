@@ -7,7 +7,7 @@ from tiny_plans import B, D, F, L, V, config
 
 from meshloom.sharding import MeshSpec, parse_plan
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.case import tiled_bytes
+from meshloom.trainer.plan.cutting import tiled_bytes
 from meshloom.trainer.plan.hardware import parse_target
 from meshloom.trainer.plan.roofline import links
 from meshloom.trainer.plan.traffic import by_axes

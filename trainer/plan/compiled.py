@@ -99,6 +99,10 @@ class Compiled:
         return [line for _, line in sorted(found, reverse=True)]
 
 
+class Refused(ValueError):
+    """The compiler would not make a program of the step, and said why."""
+
+
 # Scalars and vectors of norms also travel; below this they are not compared.
 SMALL = 2**20
 
@@ -155,7 +159,7 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
         )
         result = Path(folder) / "job.json"
         if done.returncode or not result.exists():
-            raise ValueError(
+            raise Refused(
                 f"--compile for {topology}: the compiler refused the step: "
                 f"{_reason(done.stderr)}"
             )

@@ -8,12 +8,14 @@ counted: on these devices it is bound by memory.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ...sharding.pipeline import Schedule
 from ...sharding.pipeline import loops as loops_lib
 from .case import Case
 
@@ -49,7 +51,12 @@ def ticks(case: Case) -> Ticks:
     if case.pipeline is None:
         num = case.num_microbatches
         return Ticks(num, num, num)
-    rows = loops_lib.rows(case.pipeline.schedule, training=True)
+    return _pipeline_ticks(case.pipeline.schedule)
+
+
+@functools.lru_cache(maxsize=256)
+def _pipeline_ticks(schedule: Schedule) -> Ticks:
+    rows = loops_lib.rows(schedule, training=True)
     found = dict.fromkeys(("forward", "backward", "head", "exchanges"), 0)
     for loop in loops_lib.loops(rows):
         for kind, length in loop.runs:

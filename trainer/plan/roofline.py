@@ -16,7 +16,8 @@ import dataclasses
 import math
 
 from ...sharding.mesh import AXES
-from .case import FLOAT32, Case
+from .case import Case
+from .cutting import FLOAT32
 from .flops import Flops, ticks
 from .traffic import Transfer
 

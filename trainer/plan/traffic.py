@@ -21,7 +21,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .case import FLOAT32, Case, more_cut
+from .case import Case, more_cut
+from .cutting import FLOAT32
 from .flops import ticks
 
 
