@@ -125,7 +125,7 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     total = 0.0
     for name, computation in module.computations.items():
         once = sum(
-            _product_flops(computation, instruction)
+            product_flops(computation, instruction)
             for instruction in computation.instructions.values()
         )
         if once and name in unknown:
@@ -142,7 +142,8 @@ def unknown_loop(what: str, loop: str) -> ValueError:
     )
 
 
-def _product_flops(computation: Computation, instruction: Instruction) -> float:
+def product_flops(computation: Computation, instruction: Instruction) -> float:
+    """Returns the operations of one run of a matrix product, 0 of anything else."""
     if instruction.opcode == "dot":
         contracted = integers(instruction.attribute("lhs_contracting_dims"))
     elif instruction.opcode == "convolution":

@@ -14,21 +14,27 @@ What is left crosses the network between slices or nodes.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
-from ...sharding.mesh import AXES
 from .case import FLOAT32, Case
 from .flops import BACKWARD, Flops, ticks
+from .hardware import Target
 from .traffic import Transfer
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How one mesh axis is laid: `near` devices over `bandwidth`, `far` over DCN."""
+    """How one mesh axis is laid: `near` devices over `bandwidth`, `far` over DCN.
+
+    Attributes:
+      one_way: of what a device passes to its neighbour alone, in one direction.
+    """
 
     near: int
     bandwidth: float
     far: int = 1
     network: float = 1.0
+    one_way: float = 1.0
 
     def seconds(self, sent: float) -> float:
         """Of bytes that leave a device, in a ring over all near and far.
@@ -40,6 +46,10 @@ class Link:
         near = whole * (self.near - 1) / self.near / self.bandwidth
         far = whole * (self.far - 1) / self.far / self.near / self.network
         return near + far
+
+    def pass_on(self, sent: float) -> float:
+        """Of bytes that every device passes to the next one; the slowest counts."""
+        return sent / (self.network if self.far > 1 else self.one_way)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +79,8 @@ class Roofline:
 
 
 def roofline(case: Case, flops: Flops, transfers: tuple[Transfer, ...]) -> Roofline:
-    device, found = case.target.device, links(case)
+    device = case.target.device
+    found = links(case.target, case.sizes, case.spec.dcn)
     network: dict[str, float] = {}
     for transfer in transfers:
         # Over several axes the slowest one sets the pace.
@@ -110,12 +121,15 @@ def hbm_bytes(case: Case) -> float:
     )
 
 
-def links(case: Case) -> dict[str, Link]:
-    target, dcn = case.target, dict(case.spec.dcn or {})
+def links(
+    target: Target, sizes: dict[str, int], dcn: Mapping[str, int] | None = None
+) -> dict[str, Link]:
+    """The links of every mesh axis larger than 1; `sizes` has the slowest first."""
+    dcn = dcn or {}
     device, room = target.device, list(target.shape)
     found = {}
-    for axis in reversed(AXES):
-        size = case.sizes[axis]
+    for axis in reversed(sizes):
+        size = sizes[axis]
         if size == 1:
             continue
         far = dcn.get(axis, 1)
@@ -133,5 +147,7 @@ def links(case: Case) -> dict[str, Link]:
         if not device.torus:  # a switch joins the node, and what is left goes out
             near, far = near // left, far * left
             bandwidth = device.link
-        found[axis] = Link(near, bandwidth or device.link, far, device.network)
+        found[axis] = Link(
+            near, bandwidth or device.link, far, device.network, device.link
+        )
     return found
