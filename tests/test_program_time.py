@@ -1,13 +1,17 @@
 """The modelled time of a compiled program, on excerpts, with numbers worked by hand."""
 
 import dataclasses
+import json
 
 import hlo_excerpts
 import pytest
+import tiny_plans
 
 from meshloom.sharding import hlo, hlo_text
 from meshloom.sharding.hlo_kernels import causal_blocks
 from meshloom.sharding.hlo_work import Reader
+from meshloom.trainer.plan import plan
+from meshloom.trainer.plan.compiled import Compiled
 from meshloom.trainer.plan.hardware import Target, parse_target
 from meshloom.trainer.plan.program import model_program
 
@@ -160,6 +164,17 @@ def test_attention_of_cudnn_says_the_shape_of_its_scores():
     assert flops(call.replace("CAUSAL", "NO_MASK")) == 2 * 2 * scores * 128
     backward = call.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
     assert flops(backward) == 5 * 2 * scores * 128 / 2
+
+
+def test_the_table_of_a_compiled_step_has_its_time():
+    found = model_program(hlo_excerpts.GATHERS, V5E, {"fsdp": 16})
+    step = plan(tiny_plans.config(), "v5e:4x4")
+    compiled = Compiled(1, 2, 3, 4.0, 5.0, (), modelled=found.summary())
+    table = compiled.table(step)
+    milliseconds = 1000 * (SYNC + PRODUCT)
+    assert f"modelled step {milliseconds:.3g} ms: 1.05 ms compute; 0.236 ms" in table
+    assert "asynchronous 1 of 2 collectives, hiding 0.0786 ms" in table
+    assert json.loads(json.dumps(compiled.to_json()))["modelled"]["asynchronous"] == 1
 
 
 def test_errors_say_what_to_pass():

@@ -14,6 +14,7 @@ here of latencies, of vector units or of how kernels are scheduled inside.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ...sharding import hlo, hlo_text
 from .hardware import Target
@@ -70,6 +71,18 @@ class Modelled:
     exchanges: tuple[Exchange, ...]
     operations: tuple[Operation, ...]
     unknown_kernels: tuple[str, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The figures without the lists, for JSON."""
+        done, total, hidden = self.asynchronous()
+        return {
+            "seconds": self.seconds,
+            "parts": self.parts,
+            "collectives": total,
+            "asynchronous": done,
+            "hidden": hidden,
+            "flops": self.flops,
+        }
 
     @property
     def network(self) -> float:
