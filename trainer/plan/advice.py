@@ -3,7 +3,7 @@
 Tried one at a time: what the backward pass recomputes, how many parts the batch is
 computed in, other meshes of the same devices, and fewer examples; where these are too
 few, each together with full remat and as many parts as there can be. Cheap is what adds
-least time to an example by the roofline without overlap.
+least time to an example by the roofline.
 """
 
 import dataclasses
