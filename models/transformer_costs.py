@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from ..sharding.hlo_kernels import causal_pairs
+from ..sharding.hlo_kernels import causal_blocks
 from .attention import block_size, key_block_size
 from .costs import Array, Axes, Costs, Product
 from .layers import RESIDUAL
@@ -271,7 +271,8 @@ def _splash(a: _Arrays) -> _Attention:
     again = RECOMPUTED[c.remat] if c.remat != "save-named" else ()
 
     def share(keys: int) -> float:
-        return causal_pairs(a.L, a.L, block, keys) * block * keys / a.L**2
+        blocks = causal_blocks(a.L // block, a.L // keys, block, keys)
+        return blocks * block * keys / a.L**2
 
     more = share(key_block) / share(block)
     wide = replace(

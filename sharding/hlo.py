@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from .hlo_kernels import kernel_flops
+from .hlo_kernels import is_kernel, kernel_flops
 from .hlo_loops import executions as executions
 from .hlo_text import Array, Computation, Instruction, integers
 from .hlo_text import parse as parse
@@ -113,8 +113,8 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
 
     A multiplication and an addition are two. Counted are dots, convolutions (XLA for
     TPU makes dots into convolutions; positions in the padding are free), cuBLAS calls
-    and splash attention, each as often as it runs; elementwise work and other custom
-    calls are not.
+    and kernels of attention, each as often as it runs; elementwise work and other
+    custom calls are not.
 
     Args:
       text: Optimized HLO text of one program.
@@ -126,7 +126,7 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     total = 0.0
     for name, computation in module.computations.items():
         once = sum(
-            _product_flops(computation, instruction)
+            product_flops(computation, instruction)
             for instruction in computation.instructions.values()
         )
         if once and name in unknown:
@@ -143,7 +143,8 @@ def unknown_loop(what: str, loop: str) -> ValueError:
     )
 
 
-def _product_flops(computation: Computation, instruction: Instruction) -> float:
+def product_flops(computation: Computation, instruction: Instruction) -> float:
+    """Returns the operations of one run of a matrix product, 0 of anything else."""
     if instruction.opcode == "dot":
         contracted = integers(instruction.attribute("lhs_contracting_dims"))
     elif instruction.opcode == "convolution":
@@ -152,8 +153,8 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     elif instruction.opcode == "custom-call" and _GEMM.search(instruction.rest):
         found = _GEMM_CONTRACTED.search(instruction.rest)
         contracted = integers(found[1]) if found else ()
-    elif instruction.opcode == "custom-call":
-        return kernel_flops(computation, instruction)
+    elif is_kernel(instruction):
+        return kernel_flops(computation, instruction) or 0.0
     else:
         return 0.0
     left = computation.operand_arrays(instruction)[0][0]

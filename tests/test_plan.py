@@ -222,11 +222,12 @@ def test_traffic_of_a_pipeline():
 
 def test_links_take_neighbours_first():
     found = plan(config(), "v5p-128", mesh="fsdp=16,tensor=4", batch=64)
-    by = links(found.case)
+    by = links(found.target, found.case.sizes)
     one = parse_target("v5p-128").device.link
     assert by["tensor"].bandwidth == 2 * one  # one dimension of 4, closed to a ring
     assert by["fsdp"].bandwidth == 4 * one
-    nodes = links(plan(config(), "h100:2x8", mesh="fsdp=4,tensor=4").case)
+    nodes = plan(config(), "h100:2x8", mesh="fsdp=4,tensor=4")
+    nodes = links(nodes.target, nodes.case.sizes)
     assert (nodes["tensor"].near, nodes["tensor"].far) == (4, 1)
     assert (nodes["fsdp"].near, nodes["fsdp"].far) == (2, 2)
 

@@ -228,7 +228,7 @@ def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
 
 
 def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):
-    """Of a pipeline whose microbatches are given. Each is run again as it is printed."""
+    """Of a pipeline with given microbatches. Each is run again as it is printed."""
     base = tmp_path / "base.gin"
     lines = [
         "from __gin__ import dynamic_registration",

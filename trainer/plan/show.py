@@ -153,9 +153,18 @@ def _time(found: Plan) -> str:
     rows = [("time of a step", "", "", "")]
     for name, seconds in line.parts.items():
         rows.append((f"  {name}", _seconds(seconds), _bar(seconds / line.serial), ""))
+    hidden = 1000 * (line.serial - line.step)
     rows.append(
         (
-            "  step",
+            "  step, modelled",
+            _seconds(line.step),
+            "",
+            f"{hidden:.3g} ms of the network hidden, as XLA runs it beside products",
+        )
+    )
+    rows.append(
+        (
+            "  bounds",
             f"{_seconds(line.overlapped)} to {_seconds(line.serial)}",
             "",
             f"if all overlaps, if nothing does; MFU at most {found.mfu:.0%}",
