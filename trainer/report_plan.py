@@ -6,10 +6,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..sharding.text import human_bytes, human_seconds
+from ..sharding.text import human_bytes
 from .curves import short_number
 from .metrics import replace_text
 from .plan.comparison import compare
+from .plan.text import seconds_text
 from .report_data import Run, median_step_seconds
 from .report_page import page
 from .report_tables import absent, code, section, table
@@ -71,7 +72,7 @@ def _against(run: Run, found: dict[str, Any]) -> str:
     for name, expected, truth, show, whose in (
         ("Memory of a device", memory, measured["memory"], human_bytes,
          measured["memory_of"]),
-        ("Time of a step", found["seconds"], measured["seconds"], human_seconds,
+        ("Time of a step", found["seconds"], measured["seconds"], seconds_text,
          "median"),
     ):  # fmt: skip
         cells = ["not yet", ""]
@@ -156,13 +157,14 @@ def _time(document: dict[str, Any]) -> str:
     seconds = document["seconds"]
     serial = seconds["serial"]
     parts = [
-        (name, "", human_seconds(value), value / serial)
+        (name, "", seconds_text(value), value / serial)
         for name, value in seconds.items()
-        if name not in ("serial", "overlapped")
+        if name not in ("serial", "step", "overlapped")
     ]
     return _bars(
-        f"Time of a step: {human_seconds(seconds['overlapped'])} if all overlaps, "
-        f"{human_seconds(serial)} if nothing does",
+        f"Time of a step: {seconds_text(seconds['step'])}; "
+        f"{seconds_text(seconds['overlapped'])} if all overlapped, "
+        f"{seconds_text(serial)} if nothing did",
         parts,
     )
 

@@ -9,14 +9,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...sharding.resolve import resolve_dimensions
-from .case import FLOAT32, Case
+from .case import Case
+from .cutting import FLOAT32
 
 if TYPE_CHECKING:
     from .memory import Part
 
 Tree = Literal["params", "opt_state", "gradients", "compute"]
-Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +62,26 @@ def of_each(arrays: Iterable[Any], times: float = 1) -> tuple[Values, ...]:
 
 
 def total_bytes(case: Case, arrays: Iterable[Weights | Values]) -> int:
-    return round(sum(size for of in arrays for _, _, size in _found(case, of)))
+    known, total = case.cutting.totals, 0.0
+    for of in arrays:
+        if isinstance(of, Values):
+            total += of.times * case.bytes(of.array)
+            continue
+        if of not in known:
+            known[of] = sum(size for _, size in _found(case, of))
+        total += known[of]
+    return round(total)
 
 
 def rows(case: Case, part: "Part") -> list[Row]:
     """The arrays of a part, largest first; their bytes sum to the part's."""
     if not part.arrays:
         return [Row(part.detail, (), (), (), "", 1, part.bytes)] if part.bytes else []
-    found = []
-    for of in part.arrays:
-        for array, cut, size in _found(case, of):
-            whole = array.axes, array.shape, cut
-            if isinstance(of, Values):
-                name, count, itemsize = array.name, array.count, array.itemsize
-                dtype = _dtype(case, itemsize)
-            else:
-                name, count = array.path, 1
-                dtype = _dtype(case, of.itemsize) if of.itemsize else array.dtype
-            found.append(Row(name, *whole, dtype, count * of.times, round(size)))
+    found = [
+        _row(case, of, array, size)
+        for of in part.arrays
+        for array, size in _found(case, of)
+    ]
     found.sort(key=lambda row: -row.bytes)
     # Each was rounded, and so was the sum.
     rest = part.bytes - sum(row.bytes for row in found)
@@ -88,28 +89,35 @@ def rows(case: Case, part: "Part") -> list[Row]:
     return found
 
 
-def _found(case: Case, of: Weights | Values) -> Iterator[tuple[Any, Shape, float]]:
-    """(array, its shape on a device, bytes there, with all its copies)."""
+def _found(case: Case, of: Weights | Values) -> Iterator[tuple[Any, float]]:
+    """(array, bytes on a device of all its copies)."""
     if isinstance(of, Values):
-        array = of.array
-        dims = resolve_dimensions(
-            array.axes,
-            array.shape,
-            case.rules,
-            case.sizes,
-            name=array.name,
-            role="compute",
-        )
-        cut = _cut(case, dims)
-        yield array, cut, of.times * array.count * case.stored(cut, array.itemsize)
+        yield of.array, of.times * case.bytes(of.array)
         return
-    is_named = _named(case, of.which)
-    for array in getattr(case, of.tree).arrays:
+    tree, is_named = getattr(case, of.tree), _named(case, of.which)
+    sizes = case.resident(tree, of.tiled_as or of.itemsize)
+    scale = of.times
+    if of.tiled_as and of.itemsize:
+        scale *= of.itemsize / of.tiled_as
+    for array in tree.arrays:
         if is_named(array.path):
-            itemsize = of.itemsize or array.itemsize
-            tiled = of.tiled_as or itemsize
-            cut = _cut(case, array.dimensions)
-            yield array, cut, of.times * case.stored(cut, tiled) * itemsize / tiled
+            yield array, scale * sizes[array.path]
+
+
+def _row(case: Case, of: Weights | Values, array: Any, size: float) -> Row:
+    if isinstance(of, Values):
+        name, count = array.name, array.count * of.times
+        dtype = _dtype(case, array.itemsize)
+        cuts = case.cutting.cuts(array.axes, array.shape, "compute", name)
+    else:
+        name, count = array.path, of.times
+        dtype = _dtype(case, of.itemsize) if of.itemsize else array.dtype
+        cuts = [d.mesh_axes for d in array.dimensions]
+    cut = tuple(
+        size // math.prod(case.sizes[axis] for axis in axes)
+        for size, axes in zip(array.shape, cuts, strict=True)
+    )
+    return Row(name, array.axes, array.shape, cut, dtype, count, round(size))
 
 
 def _named(case: Case, which: str) -> Callable[[str], bool]:
@@ -121,13 +129,6 @@ def _named(case: Case, which: str) -> Callable[[str], bool]:
     if which == "blocks":
         return case.is_block
     return lambda path: which in ("", path)
-
-
-def _cut(case: Case, dimensions: Iterable[Any]) -> Shape:
-    return tuple(
-        d.size // math.prod(case.sizes[axis] for axis in d.mesh_axes)
-        for d in dimensions
-    )
 
 
 def _dtype(case: Case, itemsize: int) -> str:

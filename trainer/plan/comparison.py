@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...sharding.text import human_bytes, human_seconds
+from ...sharding.text import human_bytes
+from .text import seconds_text
 
 # Forecasts outside this range of what was found are far off.
 CLOSE = (0.5, 2.0)
@@ -29,12 +30,10 @@ def compare(document: Mapping[str, Any]) -> list[str]:
             f"(forecast {ratios['memory']:.2f} of it)"
         )
     if "seconds" in ratios:
-        step = (
-            f"median step {human_seconds(found['seconds'])} ({ratios['seconds']:.2f})"
-        )
+        step = f"median step {seconds_text(found['seconds'])} ({ratios['seconds']:.2f})"
     lines = [
         f"Forecast {human_bytes(expected['memory'])} and "
-        f"{human_seconds(expected['seconds'])} a step; {memory}, {step}"
+        f"{seconds_text(expected['seconds'])} a step; {memory}, {step}"
     ]
     words = {"memory": "Memory", "seconds": "The step time"}
     for name, ratio in ratios.items():

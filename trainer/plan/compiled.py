@@ -19,6 +19,7 @@ from typing import Any
 
 from ...sharding.text import align, human_bytes
 from .predict import Plan
+from .program import model_program
 from .traffic import by_axes
 
 MODULE = "meshloom.trainer.plan.compile_worker"
@@ -33,6 +34,8 @@ class Compiled:
         temporaries, which has gaps.
       collectives: (kind, axes, count, bytes) of each kind over each set of axes.
       sources: (kind, axes, source line, bytes) of the same.
+      modelled: the program's time and what of its collectives runs beside other work
+        (program.py: Modelled.summary).
     """
 
     arguments: int
@@ -42,6 +45,7 @@ class Compiled:
     seconds: float
     collectives: tuple[tuple[str, tuple[str, ...], int, int], ...]
     sources: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
+    modelled: dict[str, Any] | None = None
 
     @property
     def reserved(self) -> int:
@@ -83,7 +87,24 @@ class Compiled:
                 rows.append(_row(f"  over {','.join(axes)}", *both))
         text = align(rows, right=(1, 2, 3))
         lines = [f"  compiled in {self.seconds:.0f} s", *self._unexpected(plan)]
-        return "\n".join([text, *lines])
+        return "\n".join([text, *self._time(plan), *lines])
+
+    def _time(self, plan: Plan) -> list[str]:
+        found = self.modelled
+        if found is None:
+            return []
+        seconds, device = found["seconds"], plan.target.device
+        bound = plan.flops.model / device.flops / seconds
+        parts = sorted(found["parts"].items(), key=lambda part: -part[1])
+        words = [
+            f"{1000 * s:.3g} ms {part}" for part, s in parts if s >= 0.005 * seconds
+        ]
+        return [
+            f"  modelled step {1000 * seconds:.3g} ms: {'; '.join(words)}",
+            f"  MFU at most {bound:.0%} by it. It ranks programs; it predicts no clock",
+            f"  asynchronous {found['asynchronous']} of {found['collectives']} "
+            f"collectives, hiding {1000 * found['hidden']:.3g} ms",
+        ]
 
     def _unexpected(self, plan: Plan) -> list[str]:
         expected = {(t.kind, frozenset(t.axes)) for t in plan.transfers}
@@ -97,6 +118,10 @@ class Compiled:
             if (kind, frozenset(axes)) not in expected and count >= SMALL
         ]
         return [line for _, line in sorted(found, reverse=True)]
+
+
+class Refused(ValueError):
+    """The compiler would not make a program of the step, and said why."""
 
 
 # Scalars and vectors of norms also travel; below this they are not compared.
@@ -135,6 +160,7 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
             "config": plan.config,
             "mesh": plan.case.spec,
             "topology": topology,
+            "wrap": plan.target.wrap,
         }
         job.write_bytes(pickle.dumps(facts))
         dump = Path(folder) / "dump"
@@ -154,13 +180,19 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
         )
         result = Path(folder) / "job.json"
         if done.returncode or not result.exists():
-            raise ValueError(
+            raise Refused(
                 f"--compile for {topology}: the compiler refused the step: "
                 f"{_reason(done.stderr)}"
             )
         if keep is not None:
             shutil.copy(Path(folder) / "job.hlo", keep)
         found = json.loads(result.read_text())
+        found["modelled"] = model_program(
+            (Path(folder) / "job.hlo").read_text(),
+            plan.target,
+            plan.case.sizes,
+            dcn=plan.case.spec.dcn,
+        ).summary()
     for name in ("collectives", "sources"):
         found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
     return Compiled(**found)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.text import human_bytes, human_seconds
+from ...sharding.text import human_bytes
 from .. import metrics
 from ..progress import human
 from ..report_data import median_step_seconds
 from .here import target_here
 from .predict import Plan, plan
+from .text import seconds_text
 
 if TYPE_CHECKING:
     from ..setup import Setup
@@ -34,9 +35,9 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Of a step in which nothing overlaps; no real step overlaps perfectly."""
+        """Of a step, as it is modelled."""
         assert self.plan is not None
-        return self.plan.roofline.serial
+        return self.plan.roofline.step
 
     def line(self) -> str:
         if self.plan is None:
@@ -48,7 +49,7 @@ class Forecast:
         return (
             f"Forecast: {human_bytes(memory)} on a device, {share}"
             f"{'' if self.plan.fits else ', too much'}; "
-            f"{human_seconds(self.seconds)} a step, for {target.name} with "
+            f"{seconds_text(self.seconds)} a step, for {target.name} with "
             f"{human(device.flops)}FLOP/s and {human(device.hbm_bandwidth)}B/s a "
             f"device, {source}"
         )

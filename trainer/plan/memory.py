@@ -19,7 +19,8 @@ import dataclasses
 import math
 
 from .arrays import Values, Weights, of_each, total_bytes
-from .case import FLOAT32, Case, more_cut
+from .case import Case, more_cut
+from .cutting import FLOAT32
 
 # Seen with 4 devices, and no longer with 8.
 UNROLLED = 4
@@ -74,13 +75,17 @@ class Memory:
 
 
 def memory(case: Case) -> Memory:
-    state = (
+    moments = _pipeline_moments(case) if case.pipeline else _moments(case)
+    return Memory(state_parts(case), moments)
+
+
+def state_parts(case: Case) -> tuple[Part, ...]:
+    """What stays from step to step; neither remat nor microbatches change it."""
+    return (
         part(case, "parameters", "", Weights("params")),
         part(case, "optimizer state", "", Weights("opt_state")),
         Part("batch", _batch_bytes(case)),
     )
-    moments = _pipeline_moments(case) if case.pipeline else _moments(case)
-    return Memory(state, moments)
 
 
 def _moments(case: Case) -> dict[str, tuple[Part, ...]]:

@@ -57,8 +57,8 @@ class Plan:
 
     @property
     def seconds_an_example(self) -> float:
-        """Without any overlap: what plans are compared by."""
-        return self.roofline.serial / self.config.batch_size
+        """What plans are compared by."""
+        return self.roofline.step / self.config.batch_size
 
     def next_limit(self) -> str:
         """What runs out first if the batch grows."""
@@ -119,6 +119,7 @@ class Plan:
             "seconds": {
                 **self.roofline.parts,
                 "overlapped": self.roofline.overlapped,
+                "step": self.roofline.step,
                 "serial": self.roofline.serial,
             },
             "mfu_overlapped": self.mfu,
