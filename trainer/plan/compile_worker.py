@@ -59,19 +59,13 @@ def main(job: Path, dump: Path) -> None:
         eval_batches=0,
         sample_prompt=None,
     )
-    options: dict[str, Any] = {}
-    if facts["topology"].startswith("v4:"):
-        # Both cores of a chip as one device, as they run; otherwise there are twice
-        # as many.
-        options["chip_config_name"] = "megacore"
-    found = topologies.get_topology_desc(
-        platform="tpu", topology_name=facts["topology"], **options
-    )
+    found = topologies.get_topology_desc(**facts["topology"])
     setup = prepare(config, found.devices)
     begin = time.perf_counter()
     compiled = setup.compile()
     seconds = time.perf_counter() - begin
-    (program,) = dump.glob("*jit_train_step*.after_optimizations.txt")
+    # libtpu writes ".after_optimizations", XLA for GPUs "_gpu_after_optimizations".
+    (program,) = dump.glob("*jit_train_step*after_optimizations.txt")
     text = program.read_text()
     job.with_suffix(".hlo").write_text(text)
     memory, collectives = compiled.memory_analysis(), audit(text, setup.mesh)

@@ -169,16 +169,6 @@ class Target:
     def num_devices(self) -> int:
         return self.num_slices * math.prod(self.shape)
 
-    @property
-    def topology(self) -> str:
-        """The name that libtpu knows one slice by."""
-        if not self.device.torus:
-            raise ValueError(
-                f"target {self.name!r}: {self.device.name} is no TPU, and only for "
-                "TPUs can a step be compiled. Leave out --compile."
-            )
-        return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
-
 
 def parse_target(text: str) -> Target:
     """The target of a name; see the top of this file."""
