@@ -23,7 +23,14 @@ _MESH_AXIS = re.compile(r"'?([^'=,]+)'?=(\d+)")
 _GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 _PAIRS = re.compile(r"[ ,]source_target_pairs=(\{\{.*?\}\}|\{\})")
 _GEMM = re.compile(r'custom_call_target="__cublas\$')
-_GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^]]*)\]')
+_GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions": ?\[([^]]*)\]')
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?(?:F8)?"')
+_ATTENTION_SCORES = re.compile(
+    r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^]]*)\]'
+)
+# Products of queries, keys, values and their gradients: scores and result; backward,
+# scores again and a gradient of each operand of both.
+_ATTENTION_PRODUCTS = {"": 2, "Backward": 5}
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -111,9 +118,10 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     """Returns the floating-point operations of matrix products on one device.
 
     A multiplication and an addition are two. Counted are dots, convolutions (XLA for
-    TPU makes dots into convolutions; positions in the padding are free) and cuBLAS
-    calls, each as often as it runs; elementwise work and other custom calls, such as
-    Pallas kernels, are not.
+    TPU makes dots into convolutions; positions in the padding are free), calls of
+    cuBLAS, and of cuDNN's attention, each as often as it runs; elementwise work and
+    other custom calls, such as Pallas kernels, are not. Causal attention skips what its
+    mask hides: half of the scores are counted.
 
     Args:
       text: Optimized HLO text of one program.
@@ -151,11 +159,28 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     elif instruction.opcode == "custom-call" and _GEMM.search(instruction.rest):
         found = _GEMM_CONTRACTED.search(instruction.rest)
         contracted = integers(found[1]) if found else ()
+    elif instruction.opcode == "custom-call" and (
+        kernel := _ATTENTION.search(instruction.rest)
+    ):
+        width = computation.operand_arrays(instruction)[0][0].dims[-1]
+        return _ATTENTION_PRODUCTS[kernel[1] or ""] * _scores_flops(instruction, width)
     else:
         return 0.0
     left = computation.operand_arrays(instruction)[0][0]
     depth = math.prod(left.dims[dimension] for dimension in contracted)
     return 2.0 * instruction.arrays()[0].size * depth
+
+
+def _scores_flops(instruction: Instruction, width: int) -> float:
+    """Of one product of cuDNN's attention over heads of this width."""
+    found = _ATTENTION_SCORES.search(instruction.rest)
+    if not found:
+        raise ValueError(
+            f"HLO instruction {instruction.name}: expected the shape of the scores, "
+            f"intermediate_tensor_shape, found {instruction.rest[:200]!r}"
+        )
+    share = 0.5 if re.search(r'"mask_type": ?"\w*CAUSAL', instruction.rest) else 1.0
+    return 2.0 * width * share * math.prod(integers(found[1]))
 
 
 def _convolution_flops(instruction: Instruction, left: Array, right: Array) -> float:
