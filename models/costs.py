@@ -77,6 +77,7 @@ class Costs:
         before, so during the MLP's part scores wait for attention's.
       attention_cut: what comes to `attention` where heads are cut over devices.
       logits: in the type of computing; float32 is never stored.
+      fused: whether attention is one kernel.
     """
 
     products: tuple[Product, ...]
@@ -90,6 +91,7 @@ class Costs:
     attention_cut: tuple[Array, ...]
     mlp: tuple[Array, ...]
     logits: Array
+    fused: bool = False
 
 
 # The last product of a block only adds to the residual stream: what comes after needs
@@ -201,6 +203,7 @@ def costs(config: "Config", rows: int, length: int, *, fused: bool = False) -> C
             half,
         ),
         logits=array("logits", (B, L, c.padded_vocab), (*positions, "vocab")),
+        fused=fused,
     )
 
 

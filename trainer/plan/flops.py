@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ...sharding.pipeline import loops as loops_lib
 from .case import Case
+from .gpu import fused_passes
 
 BACKWARD = 2
 
@@ -70,6 +71,8 @@ def flops(case: Case) -> Flops:
     forward = sum(each.values())
     again = sum(each[name] for name in costs.recomputed)
     backward = BACKWARD * forward + again
+    if costs.fused:
+        forward, backward = fused_passes(case, each)
     layers = case.layers
     if case.pipeline is not None:
         layers //= case.pipeline.schedule.num_chunks

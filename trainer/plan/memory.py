@@ -74,6 +74,10 @@ def memory(case: Case) -> Memory:
         Part("batch", _batch_bytes(case)),
     )
     moments = _pipeline_moments(case) if case.pipeline else _moments(case)
+    if not case.target.device.torus:
+        from .gpu import on_gpu  # which needs Part
+
+        moments = on_gpu(case, moments)
     return Memory(state, moments)
 
 

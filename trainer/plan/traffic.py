@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from .case import FLOAT32, Case, more_cut
 from .flops import ticks
+from .gpu import gathers_of_head, pipeline_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,8 @@ def _weights(case: Case) -> Iterator[Transfer]:
         uses = 1
         if case.is_block(stored.path) and not case.costs.keeps_weights:
             uses = 2
+        elif stored.path == case.costs.head.weight:
+            uses = gathers_of_head(case)
         size = whole.bytes_per_device // whole.itemsize * case.itemsize
         kind = "all-reduce" if axes and case.takes_slice(axes) else "all-gather"
         yield Transfer(kind, axes, each * uses * size, "weights")
@@ -164,7 +167,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
         is_block = case.is_block(whole.path)
         elements = whole.bytes_per_device // whole.itemsize
         for kind, tree, runs, itemsize in (
-            ("all-gather", stored, gathers, case.itemsize),
+            ("all-gather", stored, gathers, pipeline_itemsize(case)),
             ("reduce-scatter", gradient, scatters, FLOAT32),
         ):
             axes = more_cut(tree, whole)
