@@ -93,10 +93,17 @@ def test_one_line_says_what_is_wrong(capsys, argv, message):
     assert err.count("\n") == 1 and message in err
 
 
-def test_several_slices_are_not_compiled_for(capsys):
-    argv = ["plan", "--config", "gpt2_124m", "--target", "2xv5e:4x4", "--compile"]
-    status, _, err = run(capsys, *argv, "--mesh", "data=2/2,fsdp=16")
-    assert status == cli.BAD_INPUT and "several slices cannot be compared yet" in err
+@pytest.mark.parametrize(
+    ("target", "mesh", "message"),
+    [
+        ("4xv5e:4x4", "data=2/2,fsdp=32/2", "the axes data, fsdp cross slices"),
+        ("h100:2x8", "data=2/2,fsdp=8", "Leave the part after / out"),
+    ],
+)
+def test_what_cannot_be_compiled_over_slices(capsys, target, mesh, message):
+    argv = ["plan", "--config", "gpt2_124m", "--target", target, "--mesh", mesh]
+    status, _, err = run(capsys, *argv, "--compile")
+    assert status == cli.BAD_INPUT and err.count("\n") == 1 and message in err
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def main(job: Path, dump: Path) -> None:
     (program,) = dump.glob("*jit_train_step*after_optimizations.txt")
     text = program.read_text()
     job.with_suffix(".hlo").write_text(text)
-    memory, collectives = compiled.memory_analysis(), audit(text, setup.mesh)
+    # GPUs run one program; only TPU slices each have their own.
+    dcn = config.mesh.dcn if "num_slices" in facts["topology"] else None
+    memory, collectives = compiled.memory_analysis(), audit(text, setup.mesh, dcn=dcn)
     totals = collectives.by_kind_and_axes()
     sources: dict[tuple[str, tuple[str, ...], str], int] = {}
     for one in collectives.collectives:

@@ -115,12 +115,18 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
       keep: a file for the text of the optimized program.
     """
     target = plan.target
-    if target.device.torus and target.num_slices > 1:
-        # The compiler makes a program of one slice, and what crosses the network is no
-        # collective of it: the audit would miss that.
+    crossed = [axis for axis, n in (plan.case.spec.dcn or {}).items() if n > 1]
+    if len(crossed) > 1:
         raise ValueError(
-            f"--compile for {target.name}: a program over several slices cannot be "
-            "compared yet. Compile one slice of it, or leave out --compile."
+            f"--compile for {target.name}: the axes {', '.join(crossed)} cross slices, "
+            "and the program does not say which of them a transfer is along. Let one "
+            "axis cross, or leave out --compile."
+        )
+    if crossed and not target.device.torus:
+        raise ValueError(
+            f"--compile for {target.name}: mesh {plan.case.spec} has a dcn part, and "
+            "the compiler for GPUs knows no slices. Leave the part after / out: "
+            "neighbours on the mesh share a node all the same."
         )
     compiler = find_compiler(target)
     with tempfile.TemporaryDirectory(prefix="meshloom-compile-") as folder:

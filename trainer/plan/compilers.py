@@ -57,6 +57,8 @@ def _tpu(target: Target) -> Compiler:
     name = f"{target.device.name}:{'x'.join(map(str, target.shape))}"
     _need(target, "libtpu", "libtpu, the compiler for TPUs,", "tpu")
     topology: dict[str, Any] = {"platform": "tpu", "topology_name": name}
+    if target.num_slices > 1:
+        topology["num_slices"] = target.num_slices
     if target.device.name == "v4":
         # Both cores of a chip as one device, as they run; otherwise there are twice
         # as many.
