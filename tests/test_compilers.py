@@ -4,8 +4,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from tiny_plans import config
 
-from meshloom.trainer.plan import compiled, compilers
+from meshloom.trainer.plan import compiled, compilers, plan
 from meshloom.trainer.plan.hardware import DEVICES, parse_target
 
 
@@ -77,3 +78,12 @@ def test_a_missing_cudnn_has_a_remedy():
     reason = compiled.reason(errors)
     assert reason.startswith("RuntimeError: cuDNN not found. Install it with pip")
     assert compiled.reason("a\nValueError: b") == "ValueError: b"
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_other_attention_than_planned_is_said(fused):
+    found = plan(config(), "h100:1x8", mesh="fsdp=8")
+    numbers = {"arguments": 1, "temporaries": 1, "peak": 1, "flops": 1.0}
+    made = compiled.Compiled(**numbers, seconds=1.0, collectives=(), fused=fused)
+    line = "not as planned: attention stores its scores in this program, and is one ker"
+    assert (line in made.table(found)) == (fused is False)

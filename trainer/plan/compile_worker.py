@@ -18,6 +18,9 @@ from jax.experimental import topologies
 from ...sharding import audit, hlo
 from ..setup import prepare
 
+# Attention as one kernel: cuDNN's, or one written for TPUs.
+ATTENTION_KERNELS = ('"__cudnn$fmha', '"tpu_custom_call"')
+
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
@@ -82,6 +85,7 @@ def main(job: Path, dump: Path) -> None:
         "peak": memory.peak_memory_in_bytes,
         "flops": hlo.flops(text),
         "seconds": seconds,
+        "fused": any(kernel in text for kernel in ATTENTION_KERNELS),
         "collectives": [(*key, *count) for key, count in totals.items()],
         "sources": [(*key, count) for key, count in sources.items()],
     }

@@ -33,6 +33,7 @@ class Compiled:
         temporaries, which has gaps.
       collectives: (kind, axes, count, bytes) of each kind over each set of axes.
       sources: (kind, axes, source line, bytes) of the same.
+      fused: whether attention is one kernel in it; None where nobody looked.
     """
 
     arguments: int
@@ -42,6 +43,7 @@ class Compiled:
     seconds: float
     collectives: tuple[tuple[str, tuple[str, ...], int, int], ...]
     sources: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
+    fused: bool | None = None
 
     @property
     def reserved(self) -> int:
@@ -83,6 +85,12 @@ class Compiled:
                 rows.append(_row(f"  over {','.join(axes)}", *both))
         text = align(rows, right=(1, 2, 3))
         lines = [f"  compiled in {self.seconds:.0f} s", *self._unexpected(plan)]
+        if self.fused is not None and self.fused != plan.case.costs.fused:
+            words = ("stores its scores", "is one kernel")
+            lines.append(
+                f"  not as planned: attention {words[self.fused]} in this program, and "
+                f"{words[not self.fused]} in the plan"
+            )
         return "\n".join([text, *lines])
 
     def _unexpected(self, plan: Plan) -> list[str]:
