@@ -70,6 +70,10 @@ class Memory:
 
 def memory(case: Case) -> Memory:
     moments = _pipeline_moments(case) if case.pipeline else _moments(case)
+    if not case.target.device.torus:
+        from .gpu import on_gpu  # which needs Part
+
+        moments = on_gpu(case, moments)
     return Memory(state_parts(case), moments)
 
 
