@@ -32,7 +32,8 @@ def add(commands, command, add_config_flags) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile the step for the target too, and compare (needs libtpu)",
+        help="compile the step for the target too, and compare "
+        "(needs meshloom[tpu] or meshloom[cuda-compile])",
     )
     parser.add_argument(
         "--keep-hlo", type=Path, metavar="FILE", help="keep the compiled program's text"

@@ -76,6 +76,10 @@ class Memory:
 
 def memory(case: Case) -> Memory:
     moments = _pipeline_moments(case) if case.pipeline else _moments(case)
+    if case.target.device.platform == "gpu":
+        from .gpu import on_gpu  # which needs Part
+
+        moments = on_gpu(case, moments)
     return Memory(state_parts(case), moments)
 
 
