@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import hlo_excerpts
 import pytest
@@ -175,6 +179,24 @@ def test_the_table_of_a_compiled_step_has_its_time():
     assert f"modelled step {milliseconds:.3g} ms: 1.05 ms compute; 0.236 ms" in table
     assert "asynchronous 1 of 2 collectives, hiding 0.0786 ms" in table
     assert json.loads(json.dumps(compiled.to_json()))["modelled"]["asynchronous"] == 1
+
+
+def test_the_script_reads_any_program(tmp_path):
+    text = tmp_path / "step.hlo"
+    text.write_text(hlo_excerpts.GATHERS)
+    script = Path(__file__).parents[1] / "benchmarks" / "program.py"
+    command = [sys.executable, script, text, "--target", "v5e:4x4"]
+    flags = ["--mesh", "shards=16", "--model-flops", "1e11"]
+    shown = subprocess.run(
+        [*command, *flags], check=True, capture_output=True, text=True
+    ).stdout
+    assert re.search(r"step, modelled +1.3 ms", shown)
+    assert re.search(r"MFU bound +0.396", shown)
+    assert re.search(r"all-gather +shards +synchronous +1 +24.0 MiB +0.2 ms", shown)
+    assert re.search(r"fusion.510 +compute +1 +1.0 ms +2.06e\+11 +96.0 MiB", shown)
+    wrong = [*command, "--mesh", "shards"]
+    done = subprocess.run(wrong, capture_output=True, text=True)
+    assert done.returncode == 2 and "'shards' is no axis; write --mesh" in done.stderr
 
 
 def test_errors_say_what_to_pass():
