@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 
+from .hlo_kernels import is_kernel, kernel_flops
 from .hlo_loops import executions as executions
 from .hlo_text import Array, Computation, Instruction, integers
 from .hlo_text import parse as parse
@@ -111,9 +112,9 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     """Returns the floating-point operations of matrix products on one device.
 
     A multiplication and an addition are two. Counted are dots, convolutions (XLA for
-    TPU makes dots into convolutions; positions in the padding are free) and cuBLAS
-    calls, each as often as it runs; elementwise work and other custom calls, such as
-    Pallas kernels, are not.
+    TPU makes dots into convolutions; positions in the padding are free), cuBLAS calls
+    and kernels of attention, each as often as it runs; elementwise work and other
+    custom calls are not.
 
     Args:
       text: Optimized HLO text of one program.
@@ -152,6 +153,8 @@ def product_flops(computation: Computation, instruction: Instruction) -> float:
     elif instruction.opcode == "custom-call" and _GEMM.search(instruction.rest):
         found = _GEMM_CONTRACTED.search(instruction.rest)
         contracted = integers(found[1]) if found else ()
+    elif is_kernel(instruction):
+        return kernel_flops(computation, instruction) or 0.0
     else:
         return 0.0
     left = computation.operand_arrays(instruction)[0][0]

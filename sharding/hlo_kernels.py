@@ -75,9 +75,12 @@ def _splash_flops(
     blocks = causal_blocks(
         length // block_q, keys.dims[-2] // block_kv, block_q, block_kv
     )
-    products = _PRODUCTS[part]
-    if part == "dkv" and r"\"use_fused_bwd_kernel\": true" in instruction.rest:
-        products = _FUSED
+    # One kernel for all gradients also gives those of queries, a part for each block of
+    # keys: one dimension more than the queries have.
+    *batch, _, _, _ = queries.dims
+    partial = (*batch, keys.dims[-2] // block_kv, *queries.dims[-3:])
+    is_fused = part == "dkv" and partial in [a.dims for a in instruction.arrays()]
+    products = _FUSED if is_fused else _PRODUCTS[part]
     heads = math.prod(queries.dims[:-2])
     return 2.0 * products * heads * blocks * block_q * block_kv * width
 

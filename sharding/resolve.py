@@ -28,6 +28,10 @@ from .rules import Candidate, Role, Row, Rules
 Axes = tuple[str | None, ...]
 
 
+class Indivisible(ValueError):
+    """Mesh axes that do not divide a dimension which the rules cut over them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Lost:
     """A candidate that was not taken, and why."""
@@ -137,7 +141,7 @@ def _refuse_indivisible(
     ways = math.prod(sizes[axis] for axis in axes)
     padded = math.ceil(dimension.size / ways) * ways
     cut = ",".join(f"{axis}={sizes[axis]}" for axis in axes)
-    raise ValueError(
+    raise Indivisible(
         f"{name}: dimension {dimension.name!r} of size {dimension.size} cannot be cut "
         f"{ways} ways ({cut}, plan {row.plan}). Pad it to {padded}, use a mesh axis "
         f"size that divides {dimension.size}, or let the rule end in None to leave it "

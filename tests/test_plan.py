@@ -7,7 +7,7 @@ from tiny_plans import B, D, F, L, V, config
 
 from meshloom.sharding import MeshSpec, parse_plan
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.case import tiled_bytes
+from meshloom.trainer.plan.cutting import tiled_bytes
 from meshloom.trainer.plan.hardware import parse_target
 from meshloom.trainer.plan.roofline import links
 from meshloom.trainer.plan.traffic import by_axes
@@ -66,7 +66,7 @@ def test_flops_without_remat_are_the_models_own():
     [("none", 3, 3), ("save-named", 3, 3.5), ("save-dots", 3, 4), ("full", 4, 4)],
 )
 def test_flops_of_what_is_recomputed(remat, weights, squares):
-    found = plan(config(remat=remat), "v5e:2x4", mesh="fsdp=8")
+    found = plan(config(remat=remat, attention="xla"), "v5e:2x4", mesh="fsdp=8")
     tokens = B * L / 8
     down = D * F if remat == "full" else 0  # nobody needs its result again
     layer = 2 * tokens * (weights * LAYER - down) + squares * 4 * tokens * L * D
@@ -99,12 +99,15 @@ def test_memory_of_what_blocks_keep():
 
 
 def test_scores_are_stored_where_attention_is_no_kernel():
-    tpu, gpu = (plan(config(), name, mesh="fsdp=8") for name in ("v5e:2x4", "h100:1x8"))
-    names = [{a.name for a in found.case.costs.attention} for found in (tpu, gpu)]
+    plain, gpu = (
+        plan(config(attention=kind), name, mesh="fsdp=8")
+        for kind, name in (("xla", "v5e:2x4"), ("auto", "h100:1x8"))
+    )
+    names = [{a.name for a in found.case.costs.attention} for found in (plain, gpu)]
     assert names[0] - names[1] == {"scores, float32"}
     rows = B // 8
     scores = 2 * 4 * rows * 4 * L * L
-    assert parts(tpu, "backward")["working"] == scores + 2 * rows * L * D * (6 + 1)
+    assert parts(plain, "backward")["working"] == scores + 2 * rows * L * D * (6 + 1)
     hidden = 2 * rows * L * (2 * 2 * F + F)  # larger than attention's part then
     assert parts(gpu, "backward")["working"] == hidden
 
@@ -128,7 +131,8 @@ def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
     ],
 )
 def test_scores_that_are_stored_at_once(remat, heads, mesh, expected):
-    c = config(remat=remat, num_kv_heads=heads, d_ff=128)  # so that the MLP needs less
+    # Of a small hidden layer, so that the MLP needs less.
+    c = config(remat=remat, num_kv_heads=heads, d_ff=128, attention="xla")
     found = plan(c, "v5e:2x4", mesh=mesh)
     ways = found.case.sizes["tensor"]
     rows = B // found.case.sizes["fsdp"]

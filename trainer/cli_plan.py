@@ -29,6 +29,7 @@ def add(commands, command, add_config_flags) -> None:
     parser.add_argument(
         "--keep-hlo", type=Path, metavar="FILE", help="keep the compiled program's text"
     )
+    _add_search(parser)
     actions = parser.add_subparsers(metavar="ACTION")
     schedule = command(
         actions,
@@ -84,14 +85,95 @@ def add(commands, command, add_config_flags) -> None:
     schedule.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    """Flags of looking for a plan instead of showing one; see docs/search.md."""
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the best mesh, schedule, remat and microbatches for the target",
+    )
+    parser.add_argument(
+        "--top", type=int, metavar="N", help="how many --search shows; default: 5"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.gin", help="write the best as a config"
+    )
+    parser.add_argument(
+        "--pick", type=int, metavar="N", help="write this one of the best; default: 1"
+    )
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="find the fewest devices of the target's kind on which the config trains",
+    )
+    parser.add_argument(
+        "--scale",
+        nargs="?",
+        const="both",
+        choices=("strong", "weak", "both"),
+        help="the best plans from 8 to 4096 devices: the same batch on all (strong), "
+        "the same for each device (weak), or both",
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="write the picture of --scale to a file",
+    )
+
+
+# What each flag goes with; it is refused without.
+NEEDS = {
+    "top": ("search",),
+    "write": ("search",),
+    "pick": ("write",),
+    "svg": ("scale",),
+    "keep_hlo": ("compile",),
+}
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, needed in NEEDS.items():
+        if getattr(args, name) is not None and not any(
+            getattr(args, n) for n in needed
+        ):
+            flags = " or ".join(f"--{n}" for n in needed)
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is of no use without {flags}")
+    modes = [name for name in ("search", "smallest", "scale") if getattr(args, name)]
+    if len(modes) > 1:
+        raise ValueError(f"--{' and --'.join(modes)} are different questions; ask one")
+    if modes and args.mesh is not None:
+        raise ValueError(f"--{modes[0]} chooses the mesh itself; leave out --mesh")
+    if modes and modes != ["search"] and args.compile:
+        raise ValueError(
+            f"--{modes[0]} compiles nothing; leave out --compile, or ask with --search"
+        )
+    if args.search and args.keep_hlo is not None:
+        raise ValueError(
+            "--keep-hlo keeps one program, and --search compiles several; compile the "
+            "one that you want with --mesh"
+        )
+    for name in ("top", "pick"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+
+
 def _plan(args: argparse.Namespace) -> int | None:
     if args.target is None:
         raise ValueError(
             "plan: --target is missing. Name the devices to plan for, such as "
             "--target v5p-128; or draw a pipeline with plan schedule."
         )
-    if args.keep_hlo is not None and not args.compile:
-        raise ValueError("--keep-hlo is of no use without --compile")
+    _check(args)
+    if args.scale:
+        from .plan import scaling_show
+
+        return scaling_show.show(args)
+    if args.search or args.smallest:
+        from .plan import search_show
+
+        return search_show.show(args)
     from .plan import show
 
     return show.show(args)

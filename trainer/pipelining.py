@@ -1,6 +1,7 @@
 """A config with a pipe axis: its schedule, its microbatches, its pipeline on a mesh."""
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +108,19 @@ class Plan:
 
 
 def plan_pipeline(
-    config: "Config", mesh: Mesh | AbstractMesh, rules: Rules
+    config: "Config",
+    mesh: Mesh | AbstractMesh,
+    rules: Rules,
+    *,
+    num_layers: int | None = None,
+    advise: bool = True,
 ) -> Plan | None:
-    """The plan for a mesh with a pipe axis; None for one without."""
+    """The plan for a mesh with a pipe axis; None for one without.
+
+    Args:
+      num_layers: of the stack, where it is known; otherwise the model is asked.
+      advise: whether to look for what would make a large bubble smaller.
+    """
     num_stages = mesh_sizes(mesh).get(PIPE, 1)
     if num_stages == 1:
         return None
@@ -140,24 +151,32 @@ def plan_pipeline(
             f"has of batch_size {config.batch_size}. Take "
             f"{' or '.join(map(str, [below, *above]))}, or another batch_size."
         )
-    schedule = make(name, num_stages, num, num_chunks)
+    schedule = _make(name, num_stages, num, num_chunks)
     stack = model.stack()
-    blocks = jax.eval_shape(model.init, jax.random.key(0))[stack.blocks]
-    num_layers = jax.tree.leaves(blocks)[0].shape[0]
+    if num_layers is None:
+        blocks = jax.eval_shape(model.init, jax.random.key(0))[stack.blocks]
+        num_layers = int(jax.tree.leaves(blocks)[0].shape[0])
     try:
         order = layer_order(num_layers, num_stages, schedule.num_chunks)
     except ValueError as error:
         raise ValueError(f"mesh axis pipe={num_stages}: {error}") from error
     derived = config.num_microbatches is None
-    return Plan(
-        schedule,
-        simulate(schedule, remat=stack.remat, gather=settings.gather),
-        order,
-        derived=derived,
-        advice=_advice(
+    simulation = _simulate(schedule, stack.remat, settings.gather)
+    advice = ""
+    if advise:
+        advice = _advice(
             schedule, derived, each, config.batch_size, num_layers // num_stages
-        ),
-    )
+        )
+    return Plan(schedule, simulation, order, derived=derived, advice=advice)
+
+
+# A search lays the same schedule out on many meshes.
+_make = functools.lru_cache(maxsize=256)(make)
+
+
+@functools.lru_cache(maxsize=1024)
+def _simulate(schedule: Schedule, remat: str, gather: str) -> Simulation:
+    return simulate(schedule, remat=remat, gather=gather)
 
 
 def _advice(

@@ -104,11 +104,9 @@ def loops(rows: Rows) -> list[Loop]:
 
 def _kinds(rows: Rows) -> list[Kind]:
     kinds = []
-    for tick in range(len(rows.head)):
-        does = Kind(
-            *(bool(np.any(table[tick] != IDLE)) for table in rows[:2]),
-            *(bool(table[tick] != IDLE) for table in rows[2:]),
-        )
+    busy = [(table != IDLE).any(axis=(1, 2)).tolist() for table in rows[:2]]
+    outside = [(table != IDLE).tolist() for table in rows[2:]]
+    for does in map(Kind, *busy, *outside):
         if does.forward and does.backward:
             # All work outside the stack or none: fewer kinds, fewer loops to compile.
             outside = any(does[2:])

@@ -13,6 +13,7 @@ uses at the next.
 
 import dataclasses
 import functools
+import heapq
 from typing import Literal, get_args
 
 import numpy as np
@@ -51,26 +52,36 @@ class Schedule:
         """[stage, microbatch, chunk]: where the input of a forward waits for its
         backward. A stage uses the lowest place that is free.
         """
-        shape = self.num_stages, self.num_microbatches, self.num_chunks
+        R = self.num_chunks
+        shape = self.num_stages, self.num_microbatches, R
         slots = np.full(shape, IDLE)
         for stage in range(self.num_stages):
             free: list[int] = []
-            used = 0
-            for tick in range(self.num_ticks):
-                m, r = self.forward[tick, stage]
-                if m != IDLE:
+            used, places = 0, {}
+            # One number for each chunk of each microbatch, as lists of plain numbers.
+            tables = (self.forward[:, stage], self.backward[:, stage])
+            ids = [
+                np.where(m == IDLE, IDLE, m * R + r) for m, r in (t.T for t in tables)
+            ]
+            for start, end in zip(*(row.tolist() for row in ids), strict=True):
+                if start != IDLE:
                     if not free:
                         free, used = [used], used + 1
-                    slots[stage, m, r] = free.pop(free.index(min(free)))
-                m, r = self.backward[tick, stage]
-                if m != IDLE:
-                    free.append(slots[stage, m, r])
+                    places[start] = heapq.heappop(free)
+                if end != IDLE:
+                    heapq.heappush(free, places[end])
+            slots[stage].flat[list(places)] = list(places.values())
         return slots
 
-    @property
+    @functools.cached_property
     def num_slots(self) -> int:
-        """Saved inputs of the stage that has most of them at once."""
-        return int(self.slots.max()) + 1
+        """Saved inputs of the stage that has most of them at once.
+
+        An input waits from its forward up to and with the tick of its backward.
+        """
+        begun, done = (t[..., 0] != IDLE for t in (self.forward, self.backward))
+        waiting = np.cumsum(begun, axis=0) - np.cumsum(done, axis=0) + done
+        return int(waiting.max())
 
 
 def make(
@@ -118,27 +129,46 @@ def check(schedule: Schedule) -> None:
                 f"[{schedule.num_ticks} ticks, {S} stages, 2], got {table.shape}"
             )
         tick, stage = np.nonzero(table[..., 0] != IDLE)
-        found = [(*table[t, s], s, t) for t, s in zip(tick, stage, strict=True)]
-        places = {(int(m), int(r), int(s)): int(t) for m, r, s, t in found}
-        if len(found) != M * R * S or places.keys() != set(np.ndindex(M, R, S)):
+        m, r = table[tick, stage].T
+        inside = (m >= 0) & (m < M) & (r >= 0) & (r < R)
+        places = ((m * R + r) * S + stage)[inside]
+        counts = np.bincount(places, minlength=M * R * S)
+        if not inside.all() or np.any(counts != 1):
+            different = np.unique(np.stack([m, r, stage]), axis=1).shape[1]
             raise ValueError(
                 f"schedule {schedule.name}: expected each {kind} of {M} microbatches, "
-                f"{R} chunks and {S} stages once, found {len(found)} operations, "
-                f"{len(places)} of them different"
+                f"{R} chunks and {S} stages once, found {len(tick)} operations, "
+                f"{different} of them different"
             )
-        ticks[kind] = places
+        ticks[kind] = np.zeros((M, R * S), int)
+        ticks[kind][m, r * S + stage] = tick
     forward, backward = ticks["forward"], ticks["backward"]
-    for m, r, s in np.ndindex(M, R, S):
-        before = (m, r, s - 1) if s else (m, r - 1, S - 1)
-        after = (m, r, s + 1) if s < S - 1 else (m, r + 1, 0)
-        where = f"schedule {schedule.name}: microbatch {m}, chunk {r}, stage {s}"
-        if (s or r) and forward[m, r, s] != forward[before] + 1:
-            raise ValueError(
-                f"{where}: its forward must follow one tick after {before}"
-            )
-        if after in backward and backward[m, r, s] != backward[after] + 1:
-            raise ValueError(
-                f"{where}: its backward must follow one tick after {after}"
-            )
-        if backward[m, r, s] < forward[m, r, s]:
-            raise ValueError(f"{where}: its backward comes before its forward")
+    early = np.zeros((M, 1), bool)
+    _refuse(
+        schedule,
+        np.concatenate([early, forward[:, 1:] != forward[:, :-1] + 1], axis=1),
+        "its forward must follow one tick after {before}",
+    )
+    _refuse(
+        schedule,
+        np.concatenate([backward[:, :-1] != backward[:, 1:] + 1, early], axis=1),
+        "its backward must follow one tick after {after}",
+    )
+    _refuse(schedule, backward < forward, "its backward comes before its forward")
+
+
+def _refuse(schedule: Schedule, wrong: np.ndarray, why: str) -> None:
+    """Raises for the first operation that is wrong; [microbatch, part of the stack]."""
+    if not wrong.any():
+        return
+    m, part = map(int, np.argwhere(wrong)[0])
+    S = schedule.num_stages
+
+    def place(part: int) -> tuple[int, int, int]:
+        return m, part // S, part % S
+
+    _, r, s = place(part)
+    raise ValueError(
+        f"schedule {schedule.name}: microbatch {m}, chunk {r}, stage {s}: "
+        + why.format(before=place(part - 1), after=place(part + 1))
+    )

@@ -11,4 +11,8 @@ def __getattr__(name: str):
         from . import predict
 
         return getattr(predict, name)
+    if name in ("search", "Search"):
+        from . import searching
+
+        return getattr(searching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

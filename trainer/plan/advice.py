@@ -1,30 +1,22 @@
 """Which changes would make a plan fit, the cheapest first.
 
-Tried one at a time: what the backward pass recomputes, how many parts the batch is
-computed in, other meshes of the same devices, and fewer examples; where these are too
-few, each together with full remat and as many parts as there can be. Cheap is what adds
-least time to an example by the roofline.
+All that a search looks at on the same devices is a change, and so is a smaller batch.
+Few settings go before many, and among as many those that add least time to an example.
 """
 
 import dataclasses
-import math
-import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ...models.remat import Remat
-from ...sharding import MeshSpec
-from ...sharding.plans import BATCH_AXES
+from .candidates import ONE_CHUNK, Choice
 from .case import make_case
 from .predict import Plan
+from .searching import search
 
 if TYPE_CHECKING:
     from ..train import Config
 
-# From what keeps most to what keeps least.
-POLICIES: tuple[Remat, ...] = ("none", "save-named", "save-dots", "full")
-MOVED = ("data", "fsdp", "tensor", "pipe")
-Candidate = tuple[tuple[str, ...], "Config"]
+Flags = tuple[tuple[str, str], ...]  # (what is changed, the flag), each once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,95 +36,82 @@ class Change:
 
 
 def cheapest_changes(plan: Plan, num: int = 3) -> list[Change]:
-    """The cheapest changes with which the plan fits; fewer where there are no more."""
-    found = _cheapest_of_each_kind(_fitting(plan, _single(plan)))
-    if len(found) < num:
-        found += _cheapest_of_each_kind(_fitting(plan, _together(plan)))
-    return found[:num]
+    """The cheapest changes with which the plan fits; fewer where there are no more.
+
+    Each changes other settings. One that changes more than another is worth a line only
+    if it is faster.
+    """
+    firsts: dict[frozenset[str], tuple[float, Flags, Config]] = {}
+    for seconds, flags, config in (*_searched(plan), *_fewer(plan)):
+        things = frozenset(thing for thing, _ in flags)
+        if things not in firsts or seconds < firsts[things][0]:
+            firsts[things] = seconds, flags, config
+    found: dict[frozenset[str], float] = {}
+    result = []
+    for things in sorted(firsts, key=lambda t: (len(t), firsts[t][0])):
+        seconds, flags, config = firsts[things]
+        if any(less <= things and found[less] <= seconds for less in found):
+            continue
+        found[things] = seconds
+        changed = Plan(make_case(config, plan.target))
+        slower = seconds / plan.seconds_an_example
+        result.append(Change(tuple(flag for _, flag in flags), changed, slower))
+    return result[:num]
 
 
-def _together(plan: Plan) -> Iterator[Candidate]:
-    """Other meshes and fewer examples, with least kept and most microbatches."""
-    model: Any = plan.config.model
-    remat = () if model.remat == POLICIES[-1] else _remat_flag(POLICIES[-1])
-    least = dataclasses.replace(model, remat=POLICIES[-1])
-    mesh = MeshSpec(**plan.case.sizes, dcn=plan.case.spec.dcn)
-    base = dataclasses.replace(plan.config, model=least, mesh=mesh)
-    yield from (((*remat, *flags), found) for flags, found in _microbatches(base, plan))
-    for flags, config in (*_meshes(base, plan), *_fewer(base)):
-        ways = math.prod(getattr(config.mesh, axis) for axis in BATCH_AXES)
-        num = max(1, config.batch_size // ways)
-        most = (f"--set num_microbatches={num}",)
-        config = dataclasses.replace(config, num_microbatches=num)
-        yield (*remat, *most, *flags), config
+def _searched(plan: Plan) -> Iterator[tuple[float, Flags, "Config"]]:
+    derived: dict[Choice, int] = {}
+    for candidate in search(plan.config, plan.target).fitting:
+        choice = candidate.choice
+        flags = _flags(choice, plan, derived)
+        assert candidate.seconds is not None
+        yield candidate.seconds, flags, choice.of(plan.config)
 
 
-def _cheapest_of_each_kind(changes: list[Change]) -> list[Change]:
-    firsts: dict[Any, Change] = {}
-    for change in sorted(changes, key=lambda change: change.slower):
-        kind = tuple(re.split("=| (?!model|num)", flag)[0] for flag in change.flags)
-        firsts.setdefault(kind, change)
-    return list(firsts.values())
+def _flags(choice: Choice, plan: Plan, derived: dict[Choice, int]) -> Flags:
+    """What a choice sets otherwise than the plan."""
+    config, case, found = plan.config, plan.case, {}
+    if choice.mesh.sizes(plan.target.num_devices) != case.sizes:
+        found["mesh"] = f"--mesh {choice.mesh}"
+    if choice.remat is not None and choice.remat != getattr(
+        config.model, "remat", None
+    ):
+        found["remat"] = f"--set model.remat='\"{choice.remat}\"'"
+    if choice.schedule and choice.schedule != config.pipeline.schedule:
+        found["schedule"] = f"--set pipeline.schedule='\"{choice.schedule}\"'"
+    # Of interleaved, 2 chunks are what it has by itself.
+    if choice.schedule and choice.schedule not in ONE_CHUNK:
+        if choice.num_chunks != (config.pipeline.num_chunks or 2):
+            found["schedule"] = (
+                f"{found.get('schedule', '')} --set "
+                f"pipeline.num_chunks={choice.num_chunks}"
+            ).strip()
+    if choice.num_microbatches != _num_microbatches(choice, plan, derived):
+        found["microbatches"] = f"--set num_microbatches={choice.num_microbatches}"
+    return tuple(found.items())
 
 
-def _remat_flag(remat: Remat) -> tuple[str, ...]:
-    return (f"--set model.remat='\"{remat}\"'",)
-
-
-def _fitting(plan: Plan, candidates: Iterable[Candidate]) -> list[Change]:
-    found = []
-    for flags, config in candidates:
-        try:
-            changed = Plan(make_case(config, plan.target))
-        except ValueError:
-            continue  # sizes that do not divide: no candidate
-        if changed.fits:
-            ratio = changed.seconds_an_example / plan.seconds_an_example
-            found.append(Change(flags, changed, ratio))
-    return found
-
-
-def _single(plan: Plan) -> Iterator[Candidate]:
+def _num_microbatches(choice: Choice, plan: Plan, derived: dict[Choice, int]) -> int:
+    """What a run takes with all of a choice but its microbatches."""
     config = plan.config
-    model: Any = config.model
-    for remat in POLICIES[POLICIES.index(model.remat) + 1 :]:
-        changed = dataclasses.replace(model, remat=remat)
-        yield _remat_flag(remat), dataclasses.replace(config, model=changed)
-    yield from _microbatches(config, plan)
-    yield from _meshes(config, plan)
-    yield from _fewer(config)
+    if config.num_microbatches is not None or not choice.schedule:
+        return config.num_microbatches or 1
+    key = dataclasses.replace(choice, remat=None, num_microbatches=1)
+    if key not in derived:
+        free = dataclasses.replace(key.of(config), num_microbatches=None)
+        derived[key] = make_case(free, plan.target).num_microbatches
+    return derived[key]
 
 
-def _microbatches(config: "Config", plan: Plan) -> Iterator[Candidate]:
-    num = 2 * plan.case.num_microbatches
-    while num <= config.batch_size:
-        flags = (f"--set num_microbatches={num}",)
-        yield flags, dataclasses.replace(config, num_microbatches=num)
-        num *= 2
-
-
-def _fewer(config: "Config") -> Iterator[Candidate]:
+def _fewer(plan: Plan) -> Iterator[tuple[float, Flags, "Config"]]:
+    """Half of the examples, a quarter and so on, as far as they divide."""
+    config = plan.config
+    parts = plan.case.ways(("batch",), (config.batch_size,))
+    parts *= config.num_microbatches or 1
     rows = config.batch_size // 2
-    while rows >= 1:
-        yield (f"--batch {rows}",), dataclasses.replace(config, batch_size=rows)
+    while rows >= parts and not rows % parts:
+        fewer = dataclasses.replace(config, batch_size=rows)
+        changed = Plan(make_case(fewer, plan.target))
+        if changed.fits:
+            yield changed.seconds_an_example, (("batch", f"--batch {rows}"),), fewer
         rows //= 2
-
-
-def _meshes(config: "Config", plan: Plan) -> Iterator[Candidate]:
-    """Meshes with a power of 2 moved from one axis to another."""
-    spec, sizes = plan.case.spec, plan.case.sizes
-    dcn, num_layers = spec.dcn or {}, config.model.num_layers  # type: ignore
-    for source in MOVED:
-        room = sizes[source] // dcn.get(source, 1)
-        for power in range(1, int(math.log2(room)) + 1):
-            if room % 2**power:
-                break
-            for goal in MOVED:
-                moved = {
-                    source: sizes[source] // 2**power,
-                    goal: sizes[goal] * 2**power,
-                }
-                # A schedule takes long to lay out, so only stages of whole layers.
-                if goal != source and not num_layers % moved.get("pipe", 1):
-                    mesh = MeshSpec(**(sizes | moved), dcn=spec.dcn)
-                    yield (f"--mesh {mesh}",), dataclasses.replace(config, mesh=mesh)

@@ -6,29 +6,24 @@ and the model's own account of what it keeps and multiplies (models/costs.py).
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ...sharding import MeshSpec, Resolved, Rules, parse_plan, resolve
+from ...sharding import MeshSpec, Resolved, Rules, parse_plan
 from ...sharding.mesh import mesh_sizes
-from ...sharding.resolve import resolve_dimensions
 from ...sharding.rules import Role
 from ...sharding.tree import ResolvedArray
 from ..pipelining import Plan as PipelinePlan
 from ..pipelining import plan_pipeline
 from ..state import State, plan_layout
+from .cutting import Cutting
 from .hardware import Target
 
 if TYPE_CHECKING:
     from ..train import Config
-
-FLOAT32 = 4
-# The smallest part of an array that a TPU stores: so many rows of so many lanes.
-SUBLANES, LANES = 8, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +40,7 @@ class Case:
     spec: MeshSpec
     sizes: dict[str, int]
     rules: Rules
-    params: Resolved
-    opt_state: Resolved
-    gradients: Resolved
-    compute: Resolved
+    cutting: Cutting
     pipeline: PipelinePlan | None
     num_microbatches: int
     rows: int
@@ -69,6 +61,22 @@ class Case:
         """Of what the model computes in."""
         return jnp.dtype(self.config.model.compute_dtype).itemsize  # type: ignore
 
+    @property
+    def params(self) -> Resolved:
+        return self.cutting.params
+
+    @property
+    def opt_state(self) -> Resolved:
+        return self.cutting.opt_state
+
+    @property
+    def gradients(self) -> Resolved:
+        return self.cutting.gradients
+
+    @property
+    def compute(self) -> Resolved:
+        return self.cutting.compute
+
     def ways(self, axes: Any, shape: Sequence[int], role: Role = "compute") -> int:
         return math.prod(self.sizes[axis] for axis in self.cuts(axes, shape, role))
 
@@ -76,10 +84,7 @@ class Case:
         self, axes: Any, shape: Sequence[int], role: Role = "compute"
     ) -> tuple[str, ...]:
         """The mesh axes that cut an array."""
-        dims = resolve_dimensions(
-            axes, shape, self.rules, self.sizes, name=f"array {axes}", role=role
-        )
-        return tuple(axis for d in dims for axis in d.mesh_axes)
+        return tuple(a for cut in self.cutting.cuts(axes, shape, role) for a in cut)
 
     def bytes(self, array: Any, *, share: float = 1.0) -> int:
         """What a device stores of an array of the model's costs.
@@ -87,39 +92,11 @@ class Case:
         Args:
           share: the part of it that this device has for another reason.
         """
-        dims = resolve_dimensions(
-            array.axes,
-            array.shape,
-            self.rules,
-            self.sizes,
-            name=array.name,
-            role="compute",
-        )
-        shape = [
-            d.size // math.prod(self.sizes[axis] for axis in d.mesh_axes) for d in dims
-        ]
-        return round(array.count * share * self.stored(shape, array.itemsize))
-
-    def stored(self, shape: Sequence[int], itemsize: int) -> int:
-        """Bytes of an array in this device's memory.
-
-        A TPU stores tiles of 8 x 128 values (of 32 bits; of 16 bits, twice as many
-        rows). The compiler lays two dimensions into tiles so that least is filled up.
-        """
-        if not self.target.device.torus:
-            return itemsize * math.prod(shape)
-        return tiled_bytes(tuple(shape), itemsize)
+        return round(array.count * share * self.cutting.bytes(array))
 
     def resident(self, tree: Resolved, itemsize: int | None = None) -> dict[str, int]:
         """Bytes on a device of each array of a tree, in its own type or another."""
-        found = {}
-        for array in tree.arrays:
-            shape = [
-                d.size // math.prod(self.sizes[axis] for axis in d.mesh_axes)
-                for d in array.dimensions
-            ]
-            found[array.path] = self.stored(shape, itemsize or array.itemsize)
-        return found
+        return self.cutting.resident(tree, itemsize)
 
     def is_block(self, path: str) -> bool:
         return path.startswith("blocks/")
@@ -132,7 +109,8 @@ class Case:
     def takes_slice(self, axes: Sequence[str]) -> bool:
         """Whether groups along these axes are whole slices of a 3-D torus.
 
-        There the compiler makes all-reduces of gathers and scatters (seen on v5p).
+        There the compiler makes all-reduces of scatters (seen on v5p), and of gathers
+        too where the torus does not close to rings.
         """
         size = math.prod(self.sizes[axis] for axis in axes)
         return self.target.device.torus == 3 and size == math.prod(self.target.shape)
@@ -150,25 +128,6 @@ class Case:
         )
 
 
-@functools.cache
-def tiled_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    sizes = [size for size in shape if size > 1] or [1]
-    rows = SUBLANES * FLOAT32 // itemsize if itemsize < FLOAT32 else SUBLANES
-    if len(sizes) == 1:
-        return itemsize * math.ceil(sizes[0] / LANES) * LANES
-    return itemsize * min(
-        math.prod(
-            math.ceil(n / LANES) * LANES
-            if i == lanes
-            else math.ceil(n / rows) * rows
-            if i == sublanes
-            else n
-            for i, n in enumerate(sizes)
-        )
-        for lanes, sublanes in itertools.permutations(range(len(sizes)), 2)
-    )
-
-
 def make_case(config: "Config", target: Target) -> Case:
     """Checks a config against a target; errors are those that a run would give."""
     model: Any = config.model
@@ -181,41 +140,38 @@ def make_case(config: "Config", target: Target) -> Case:
     spec = _with_slices(config.mesh, target)
     mesh = spec.abstract(target.num_devices)
     sizes, rules = mesh_sizes(mesh), parse_plan(config.plan)
-    pipeline = plan_pipeline(config, mesh, rules)
-    state, axes = _abstract_state(config.model, config.optimizer)
+    pipeline = plan_pipeline(
+        config, mesh, rules, num_layers=model.num_layers, advise=False
+    )
     num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches
     num, length = num or 1, _length(config)
     rows = config.batch_size // num
+    is_torus = bool(target.device.torus)
+    cut = _cutting(
+        _shaped(model), config.optimizer, config.plan, tuple(sizes.items()), is_torus
+    )
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
-        resolve_dimensions(
-            ("batch", "length"),
-            (count, length),
-            rules,
-            sizes,
-            name=f"batch_size {config.batch_size}{what}",
-            role="compute",
-        )
-
-    def cut(tree: Any, axes: Any, role: Role) -> Resolved:
-        return resolve(tree, rules, sizes, axes=axes, role=role)
-
+        name = f"batch_size {config.batch_size}{what}"
+        cut.cuts(("batch", "length"), (count, length), "compute", name)
     return Case(
         config=config,
         target=target,
         spec=spec,
         sizes=sizes,
         rules=rules,
-        params=cut(state.params, axes.params, "param"),
-        opt_state=cut(state.opt_state, axes.opt_state, "optimizer"),
-        gradients=cut(state.params, axes.params, "optimizer"),
-        compute=cut(state.params, axes.params, "compute"),
+        cutting=cut,
         pipeline=pipeline,
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=model.costs(
-            rows, length, platform="tpu" if target.device.torus else "gpu"
-        ),
+        costs=_costs(model, rows, length, "tpu" if is_torus else "gpu"),
+    )
+
+
+def _shaped(model: Any) -> Any:
+    """The model under one remat policy, which changes no shape."""
+    return (
+        dataclasses.replace(model, remat="none") if hasattr(model, "remat") else model
     )
 
 
@@ -226,6 +182,24 @@ def _abstract_state(model: Any, optimizer: Any) -> tuple[State, State]:
     tx = optimizer.make(lambda step: 0.0, model.axes())
     layout = plan_layout(model, tx, parse_plan("data"), MeshSpec().abstract())
     return layout.abstract, layout.axes
+
+
+# One mesh is asked for many times in a row, then no more.
+@functools.lru_cache(maxsize=16)
+def _cutting(
+    model: Any,
+    optimizer: Any,
+    plan: str,
+    sizes: tuple[tuple[str, int], ...],
+    tiled: bool,
+) -> Cutting:
+    state, axes = _abstract_state(model, optimizer)
+    return Cutting(parse_plan(plan), dict(sizes), tiled, state, axes)
+
+
+@functools.lru_cache(maxsize=256)
+def _costs(model: Any, rows: int, length: int, platform: str) -> Any:
+    return model.costs(rows, length, platform=platform)
 
 
 def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:

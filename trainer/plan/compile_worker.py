@@ -59,7 +59,7 @@ def main(job: Path, dump: Path) -> None:
         eval_batches=0,
         sample_prompt=None,
     )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"wrap": facts["wrap"]}
     if facts["topology"].startswith("v4:"):
         # Both cores of a chip as one device, as they run; otherwise there are twice
         # as many.

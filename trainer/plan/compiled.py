@@ -120,6 +120,10 @@ class Compiled:
         return [line for _, line in sorted(found, reverse=True)]
 
 
+class Refused(ValueError):
+    """The compiler would not make a program of the step, and said why."""
+
+
 # Scalars and vectors of norms also travel; below this they are not compared.
 SMALL = 2**20
 
@@ -156,6 +160,7 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
             "config": plan.config,
             "mesh": plan.case.spec,
             "topology": topology,
+            "wrap": plan.target.wrap,
         }
         job.write_bytes(pickle.dumps(facts))
         dump = Path(folder) / "dump"
@@ -175,7 +180,7 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
         )
         result = Path(folder) / "job.json"
         if done.returncode or not result.exists():
-            raise ValueError(
+            raise Refused(
                 f"--compile for {topology}: the compiler refused the step: "
                 f"{_reason(done.stderr)}"
             )

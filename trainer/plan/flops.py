@@ -1,23 +1,23 @@
 """Floating-point operations of one step on one device, of matrix products.
 
-A product is done once forward and twice backward (for both operands), once more where
-its policy recomputes it. In a pipeline every stage works at every tick, also where it
-has no microbatch of its own; a backward that does not keep everything begins with a
-forward of its own; and each stage does 1/S of the head. Elementwise work is not
+A product is done once forward and usually twice backward (for both operands), once
+more where its policy recomputes it. In a pipeline every stage works at every tick, also
+where it has no microbatch of its own; a backward that does not keep everything begins
+with a forward of its own; and each stage does 1/S of the head. Elementwise work is not
 counted: on these devices it is bound by memory.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ...sharding.pipeline import Schedule
 from ...sharding.pipeline import loops as loops_lib
 from .case import Case
-
-BACKWARD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,12 @@ def ticks(case: Case) -> Ticks:
     if case.pipeline is None:
         num = case.num_microbatches
         return Ticks(num, num, num)
-    rows = loops_lib.rows(case.pipeline.schedule, training=True)
+    return _pipeline_ticks(case.pipeline.schedule)
+
+
+@functools.lru_cache(maxsize=256)
+def _pipeline_ticks(schedule: Schedule) -> Ticks:
+    rows = loops_lib.rows(schedule, training=True)
     found = dict.fromkeys(("forward", "backward", "head", "exchanges"), 0)
     for loop in loops_lib.loops(rows):
         for kind, length in loop.runs:
@@ -69,14 +74,15 @@ def flops(case: Case) -> Flops:
     each = {p.name: _device(case, p) for p in costs.products}
     forward = sum(each.values())
     again = sum(each[name] for name in costs.recomputed)
-    backward = BACKWARD * forward + again
+    backward = sum(p.backward * each[p.name] for p in costs.products) + again
     layers = case.layers
     if case.pipeline is not None:
         layers //= case.pipeline.schedule.num_chunks
         if not costs.keeps_weights:
             backward += forward
     blocks = layers * (times.forwards * forward + times.backwards * backward)
-    head = times.heads * (1 + BACKWARD) * _device(case, costs.head) / case.num_stages
+    head = times.heads * (1 + costs.head.backward) * _device(case, costs.head)
+    head /= case.num_stages
     shape = (case.config.batch_size, case.length)
     model = case.config.model.model_flops(
         {"inputs": jax.ShapeDtypeStruct(shape, jnp.int32)}

@@ -179,6 +179,17 @@ class Target:
             )
         return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
 
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """For each of three dimensions, whether it closes to a ring.
+
+        The compiler takes a slice for one without rings unless it is told, and then
+        makes slower programs: on v5p, all-reduces where it would gather.
+        """
+        wraps = self.device.wraps
+        rings = (bool(wraps) and size % wraps == 0 for size in self.shape)
+        return (*rings, False, False, False)[:3]
+
 
 def parse_target(text: str) -> Target:
     """The target of a name; see the top of this file."""
@@ -208,6 +219,40 @@ def parse_target(text: str) -> Target:
             f"{device.name}:{_SHAPES[device.torus][4]}."
         )
     return Target(text, device, named[int(found[3])], num_slices)
+
+
+def sizes_of(target: Target, most: int = 4096) -> list[Target]:
+    """The usual numbers of a target's devices, small ones first.
+
+    Of TPUs the usual slices, then several of the largest, twice as many each time. Of
+    GPUs parts of a node, one node, then twice as many each time.
+    """
+    device, found = target.device, []
+    if device.torus:
+        shapes = [tuple(map(int, s.split("x"))) for s in _SHAPES[device.torus]]
+        found = [_sized(target, shape, 1) for shape in shapes]
+    else:
+        (node,) = target.shape
+        found = [_sized(target, (n,), 1) for n in range(1, node + 1) if not node % n]
+    whole = found[-1].shape
+    num = 2
+    while num * math.prod(whole) <= most:
+        found.append(_sized(target, whole, num))
+        num *= 2
+    return [size for size in found if size.num_devices <= most]
+
+
+def _sized(target: Target, shape: tuple[int, ...], num: int) -> Target:
+    """A target of the same devices in another number, by its name."""
+    device = target.device
+    if not device.torus:
+        _, _, settings = target.name.partition(",")
+        more = f",{settings}" if settings else ""
+        name = f"{device.name}:{num}x{shape[0]}{more}"
+    else:
+        name = f"{device.name}-{math.prod(shape) * device.cores}"
+        name = name if num == 1 else f"{num}x{name}"
+    return Target(name, device, shape, num)
 
 
 def _sizes(text: str, words: str, num: int) -> tuple[int, ...]:

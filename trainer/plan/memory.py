@@ -18,7 +18,8 @@ beside those of the microbatch at hand; it keeps what waits in its slots.
 import dataclasses
 import math
 
-from .case import FLOAT32, Case, more_cut
+from .case import Case, more_cut
+from .cutting import FLOAT32
 
 # Seen with 4 devices, and no longer with 8.
 UNROLLED = 4
@@ -68,13 +69,17 @@ class Memory:
 
 
 def memory(case: Case) -> Memory:
-    state = (
+    moments = _pipeline_moments(case) if case.pipeline else _moments(case)
+    return Memory(state_parts(case), moments)
+
+
+def state_parts(case: Case) -> tuple[Part, ...]:
+    """What stays from step to step; neither remat nor microbatches change it."""
+    return (
         Part("parameters", sum(case.resident(case.params).values())),
         Part("optimizer state", sum(case.resident(case.opt_state).values())),
         Part("batch", _batch_bytes(case)),
     )
-    moments = _pipeline_moments(case) if case.pipeline else _moments(case)
-    return Memory(state, moments)
 
 
 def _moments(case: Case) -> dict[str, tuple[Part, ...]]:

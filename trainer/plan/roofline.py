@@ -23,8 +23,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .case import FLOAT32, Case
-from .flops import BACKWARD, Flops, ticks
+from .case import Case
+from .cutting import FLOAT32
+from .flops import Flops, ticks
 from .hardware import Target
 from .traffic import Transfer
 
@@ -184,7 +185,7 @@ def _unfused(case: Case) -> float:
     products = sum(
         product.flops
         / case.ways(product.axes, product.shape)
-        * (1 + BACKWARD + (product.name in costs.recomputed))
+        * (1 + product.backward + (product.name in costs.recomputed))
         for product in costs.products
         if not product.weight
     )
@@ -219,8 +220,7 @@ def links(
             taken = math.gcd(left, room[i])
             if taken == 1:
                 continue
-            whole = taken == target.shape[i]
-            rings = bool(device.wraps) and whole and taken % device.wraps == 0
+            rings = taken == target.shape[i] and target.wrap[i]
             bandwidth += device.link * (2 if rings else 1)
             room[i] //= taken
             left //= taken

@@ -6,10 +6,13 @@ from argparse import Namespace
 from ...sharding.text import align, human_bytes
 from .advice import cheapest_changes
 from .predict import Plan, plan
+from .smallest import in_words, smallest
+from .text import bar as _bar
+from .text import print_styled as _print
+from .text import seconds_text as _seconds
 from .traffic import by_axes
 
 DOES_NOT_FIT = 1
-WIDTH = 32
 
 
 def show(args: Namespace) -> int | None:
@@ -49,23 +52,17 @@ def show(args: Namespace) -> int | None:
         _print(f"\nIt fits. Next to run out: {found.next_limit()}.")
         return None
     over = human_bytes(found.memory.peak - device.usable)
+    if not changes:
+        least = smallest(found.config, found.target, more_than=found.target.num_devices)
+        _print(
+            f"\nIt does not fit: {over} too much on each device, and no remat, "
+            f"microbatches, mesh or batch would do. {in_words(least, found.target)}"
+        )
+        return DOES_NOT_FIT
     _print(f"\nIt does not fit: {over} too much on each device. It would with")
     for change in changes:
         _print(f"  {change}")
-    if not changes:
-        _print("  no change of remat, microbatches, mesh and batch: take more devices")
     return DOES_NOT_FIT
-
-
-def _print(text: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    # Through rich, which knows whether the terminal has colours; long lines stay whole.
-    styled = Text(text)
-    styled.highlight_regex("█+", "cyan")
-    styled.highlight_regex("It fits|It does not fit", "bold")
-    Console().print(styled, soft_wrap=True)
 
 
 def _head(found: Plan) -> str:
@@ -178,13 +175,3 @@ def _time(found: Plan) -> str:
 
 def _aligned(rows) -> str:
     return align(rows, right=(1,))
-
-
-def _bar(share: float) -> str:
-    filled = min(WIDTH, round(share * WIDTH))
-    more = "+" if share > 1 else ""
-    return "█" * filled + more if filled else "▏" * (share > 0)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -4,7 +4,8 @@ Bytes are payloads as sharding/audit.py counts them: of one run, the array that 
 whole in the group. What goes over the wire is in `sent`.
 
   weights    each matrix is gathered in the type of computing where it is used, and
-             once more in the backward pass unless that was kept
+             once more in the backward pass unless that was kept. A table that is
+             larger than what is looked up stays cut: that goes by an all-to-all
   gradients  a matrix's gradient is scattered where its parameter is cut, in the type of
              computing. For TPUs the compiler makes a ring of the product and the
              scatter where it can: n + 1 sends of 1/n. The gradient of a look-up goes
@@ -20,7 +21,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .case import FLOAT32, Case, more_cut
+from .case import Case, more_cut
+from .cutting import FLOAT32
 from .flops import ticks
 
 
@@ -66,14 +68,30 @@ def by_axes(transfers: tuple[Transfer, ...]) -> dict[tuple[str, ...], int]:
 
 def _weights(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
+    rings = all(case.target.wrap[: len(case.target.shape)])
     for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
         axes = more_cut(stored, whole)
+        if stored.path == "embedding" and _stays(case):
+            # Looked up where it is cut; what was found goes to whose it is.
+            moved = each * case.bytes(case.costs.residual)
+            yield Transfer("all-to-all", axes, moved, "weights")
+            continue
         uses = 1
         if case.is_block(stored.path) and not case.costs.keeps_weights:
             uses = 2
         size = whole.bytes_per_device // whole.itemsize * case.itemsize
-        kind = "all-reduce" if axes and case.takes_slice(axes) else "all-gather"
+        as_sum = axes and case.takes_slice(axes) and not rings
+        kind = "all-reduce" if as_sum else "all-gather"
         yield Transfer(kind, axes, each * uses * size, "weights")
+
+
+def _stays(case: Case) -> bool:
+    """Whether a look-up leaves its table cut (models/lookup.py)."""
+    if case.costs.head.weight == "embedding":
+        return False
+    num_rows = next(a for a in case.params.arrays if a.path == "embedding").shape[0]
+    shape = (case.rows, case.length)
+    return math.prod(shape) // case.ways(("batch", "length"), shape) < num_rows
 
 
 def _gradients(case: Case) -> Iterator[Transfer]:

@@ -1,0 +1,24 @@
+"""What the tables of plans have in common: bars, seconds and colours."""
+
+WIDTH = 32
+
+
+def print_styled(text: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    # Through rich, which knows whether the terminal has colours; long lines stay whole.
+    styled = Text(text)
+    styled.highlight_regex("█+", "cyan")
+    styled.highlight_regex("It fits|It does not fit|Nothing fits", "bold")
+    Console().print(styled, soft_wrap=True)
+
+
+def bar(share: float, width: int = WIDTH) -> str:
+    filled = min(width, round(share * width))
+    more = "+" if share > 1 else ""
+    return "█" * filled + more if filled else "▏" * (share > 0)
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
