@@ -105,6 +105,27 @@ def test_prefetched_copies_go_beside_products():
     assert at_once.parts["memory"] == pytest.approx(copied)
 
 
+def test_a_sum_on_a_sparse_core_hides_behind_what_comes_after_its_operand():
+    target = parse_target("v5p:2x2x4")
+    sizes = {"fsdp": 8, "tensor": 2}
+    found = model_program(hlo_excerpts.SPARSECORE, target, sizes)
+    size = 2 * 8 * 1024 * 768
+    copied, summed = 2 * size / 2765e9, size / 100e9  # 2 * 1/2 of it over one link
+    assert found.parts["memory"] == pytest.approx(2 * copied)
+    assert found.parts["network, tensor"] == pytest.approx(summed - copied)
+    assert found.asynchronous() == (1, 1, pytest.approx(copied))
+
+
+def test_a_collective_that_is_never_met_is_an_error():
+    other = hlo_excerpts.SPARSECORE.replace(
+        "ROOT %custom-call.37 = ", "ROOT %call.37 = "
+    )
+    other = other.replace(" custom-call(%param_0.2040)", " call(%param_0.2040)")
+    other = other.replace("called_computations={%called", "to_apply={%called")
+    with pytest.raises(ValueError, match="called_computation.14 runs all-reduce"):
+        model_program(other, parse_target("v5p:2x2x4"), {"fsdp": 8, "tensor": 2})
+
+
 def test_pairs_of_gpus():
     target = parse_target("h100:2x8")
     found = model_program(hlo_excerpts.GPU, target, {"fsdp": 16})
