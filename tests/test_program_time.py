@@ -199,6 +199,8 @@ def test_the_table_of_a_compiled_step_has_its_time():
     milliseconds = 1000 * (SYNC + PRODUCT)
     assert f"modelled step {milliseconds:.3g} ms: 1.05 ms compute; 0.236 ms" in table
     assert "asynchronous 1 of 2 collectives, hiding 0.0786 ms" in table
+    unknown = dataclasses.replace(compiled, modelled=None)
+    assert "modelled step: not known" in unknown.table(step)
     assert json.loads(json.dumps(compiled.to_json()))["modelled"]["asynchronous"] == 1
 
 
