@@ -3,7 +3,9 @@
 A compiler writes that in several ways:
 
   all-gather-start ... all-gather-done      and likewise all-reduce, collective-permute
-  async-start(calls=...) ... async-done     the collective stands in what is called
+  async-start(calls=...) ... async-done     the collective stands in what is called, for
+                                            SparseCores in a custom call's computation;
+                                            an async-update between gives the operands
   fusions with AsyncCollectiveStart ... AsyncCollectiveDone
                                             XLA for TPU: fusions between the two carry
                                             the collective along with their own work
@@ -24,6 +26,11 @@ _STARTED = "AsyncCollectiveStart"
 _DONE = "AsyncCollectiveDone"
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _SYNC = re.compile(r'"is_sync":\s*true')
+_CALLS = {
+    "fusion": ["calls"],
+    "async-start": ["calls"],
+    "custom-call": ["called_computations"],
+}
 _STARTS = ("-start", "send", "recv")
 _CARRIER = "async_collective_fusion_config"
 
@@ -45,12 +52,16 @@ class Placed(NamedTuple):
 
 
 def pairs(computation: Computation) -> dict[str, str]:
-    """Returns what each -done of a computation waits for: its -start."""
-    found = {}
+    """Returns what each -done of a computation waits for, where that begins."""
+    return {done: begin for _, begin, done in _chains(computation)}
+
+
+def _chains(computation: Computation) -> Iterator[tuple[str, str, str]]:
+    """Yields (start, begin, done): work begins where it is given its operands."""
     for instruction in computation.instructions.values():
         if not instruction.opcode.endswith("-done"):
             continue
-        start = computation.instructions[instruction.operands()[0]]
+        start = begin = computation.instructions[instruction.operands()[0]]
         while start.opcode == "async-update":
             start = computation.instructions[start.operands()[0]]
         if not start.opcode.endswith(_STARTS):
@@ -59,17 +70,17 @@ def pairs(computation: Computation) -> dict[str, str]:
                 f"{start.name}, a {start.opcode}; expected a start in the same "
                 "computation. Pass the text of a scheduled program"
             )
-        found[instruction.name] = start.name
-    return found
+        begin = start if start.operands() else begin
+        yield start.name, begin.name, instruction.name
 
 
 def place(module: Module) -> list[Placed]:
     """Returns every collective with its place in the schedule, once."""
     callers = _callers(module)
-    done = {
-        (computation.name, start): name
+    chains = {
+        (computation.name, start): (begin, done)
         for computation in module.computations.values()
-        for name, start in pairs(computation).items()
+        for start, begin, done in _chains(computation)
     }
     fused = {
         (caller[0], _channel(instruction)): caller[1].name
@@ -87,7 +98,7 @@ def place(module: Module) -> list[Placed]:
         while owner in callers:
             owner, name = callers[owner][0], callers[owner][1].name
         start = module.computations[owner].instructions[name]
-        end = done.get((owner, name), "")
+        name, end = chains.get((owner, name), (name, ""))
         if started:
             end = _fused_end(fused, owner, instruction)
         if _SYNC.search(start.rest):
@@ -142,6 +153,6 @@ def _callers(module: Module) -> dict[str, tuple[str, Instruction]]:
         callee: (computation.name, instruction)
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
-        if instruction.opcode in ("fusion", "async-start")
-        for callee in instruction.called("calls")
+        for key in _CALLS.get(instruction.opcode, ())
+        for callee in instruction.called(key)
     }

@@ -21,6 +21,8 @@ _PLACED = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _FREE = {
     "after-all",
+    "async-start",
+    "async-update",
     "bitcast",
     "constant",
     "domain",
@@ -73,6 +75,9 @@ class Reader:
     def moved(self, computation: str, start: str, done: str) -> int:
         """Returns the bytes that an asynchronous copy or slice moves."""
         instruction = self._instruction(computation, start)
+        while instruction.opcode == "async-update":
+            begun = instruction.operands()[0]
+            instruction = self._instruction(computation, begun)
         callees = instruction.called("calls")
         if callees:
             read = sum(

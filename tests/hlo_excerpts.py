@@ -133,6 +133,40 @@ ENTRY %main (p.0: bf16[4,2048,16,128], p.1: bf16[4,2048,1,2048], p.2: bf16[16,12
 }
 """
 
+# For v5p with sums given to SparseCores: GPT-2, fsdp=8,tensor=2.
+SPARSECORE = """\
+HloModule jit_train_step, is_scheduled=true, num_partitions=16
+
+%add.clone.clone.1 (x.35: bf16[], y.35: bf16[]) -> bf16[] {
+  %x.35 = bf16[]{:T(256)} parameter(0)
+  %y.35 = bf16[]{:T(256)} parameter(1)
+  ROOT %add.1528 = bf16[]{:T(256)} add(%x.35, %y.35)
+}, execution_thread="sparsecore"
+
+%called_computation.14 (param_0.2056: bf16[8,1024,768]) -> bf16[8,1024,768] {
+  %param_0.2056 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %tuple.351 = (bf16[8,1024,768]{2,1,0:T(8,128)(2,1)}) tuple(%param_0.2056)
+  %get-tuple-element.2878 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} get-tuple-element(%tuple.351), index=0
+  ROOT %all-reduce.90 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} all-reduce(%get-tuple-element.2878), channel_id=3, replica_groups=[8,2]<=[16], use_global_device_ids=true, to_apply=%add.clone.clone.1
+}, execution_thread="sparsecore"
+
+%async_computation.7 (param_0.2040: bf16[8,1024,768]) -> bf16[8,1024,768] {
+  %param_0.2040 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %custom-call.37 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} custom-call(%param_0.2040), custom_call_target="TODO(b/522284627)", called_computations={%called_computation.14}
+}, execution_thread="sparsecore"
+
+ENTRY %main (p.0: bf16[8,1024,768], p.1: bf16[8,1024,768]) -> (bf16[8,1024,768], bf16[8,1024,768]) {
+  %p.0 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %all-reduce.84.cloned.1.call-start = ((), (), (s32[1581056]{0:T(1024)}, s32[29]{0:T(1)S(11)})) async-start(), async_execution_thread="sparsecore", calls=%async_computation.7
+  %copy.1 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} copy(%p.0)
+  %all-reduce.84.cloned.1.call-update = ((bf16[8,1024,768]{2,1,0:T(8,128)(2,1)}), bf16[8,1024,768]{2,1,0:T(8,128)(2,1)}, (s32[1581056]{0:T(1024)}, s32[29]{0:T(1)S(11)})) async-update(%all-reduce.84.cloned.1.call-start, %copy.1), output_to_operand_aliasing={{2,0}: (0, {2,0}), {2,1}: (0, {2,1})}
+  %copy.2 = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} copy(%p.1)
+  %all-reduce.84.cloned.1.call-done = bf16[8,1024,768]{2,1,0:T(8,128)(2,1)} async-done(%all-reduce.84.cloned.1.call-update)
+  ROOT %tuple.1 = (bf16[8,1024,768]{2,1,0:T(8,128)(2,1)}, bf16[8,1024,768]{2,1,0:T(8,128)(2,1)}) tuple(%all-reduce.84.cloned.1.call-done, %copy.2)
+}
+"""
+
 # 4 heads, 2048 positions, width 128, blocks of 512, causal. What the kernel says of
 # itself takes several lines.
 KERNEL = r"""HloModule jit_f, is_scheduled=true

@@ -39,6 +39,13 @@ def test_pairs_of_gpus_and_one_that_runs_in_one_go():
     }
 
 
+def test_a_sum_that_a_sparse_core_does_begins_with_its_operand():
+    begin = "all-reduce.84.cloned.1.call-update"
+    assert placed(hlo_excerpts.SPARSECORE) == {
+        ("all-reduce", begin): ("all-reduce.84.cloned.1.call-done", 0)
+    }
+
+
 def test_a_start_without_its_done_is_an_error():
     lost = hlo_excerpts.GATHERS.replace('"AsyncCollectiveDone"', '"Other"')
     with pytest.raises(ValueError, match="all-gather.73 on channel 58 is started by"):

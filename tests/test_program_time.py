@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import hlo_excerpts
 import pytest
@@ -101,6 +105,27 @@ def test_prefetched_copies_go_beside_products():
     assert at_once.parts["memory"] == pytest.approx(copied)
 
 
+def test_a_sum_on_a_sparse_core_hides_behind_what_comes_after_its_operand():
+    target = parse_target("v5p:2x2x4")
+    sizes = {"fsdp": 8, "tensor": 2}
+    found = model_program(hlo_excerpts.SPARSECORE, target, sizes)
+    size = 2 * 8 * 1024 * 768
+    copied, summed = 2 * size / 2765e9, size / 100e9  # 2 * 1/2 of it over one link
+    assert found.parts["memory"] == pytest.approx(2 * copied)
+    assert found.parts["network, tensor"] == pytest.approx(summed - copied)
+    assert found.asynchronous() == (1, 1, pytest.approx(copied))
+
+
+def test_a_collective_that_is_never_met_is_an_error():
+    other = hlo_excerpts.SPARSECORE.replace(
+        "ROOT %custom-call.37 = ", "ROOT %call.37 = "
+    )
+    other = other.replace(" custom-call(%param_0.2040)", " call(%param_0.2040)")
+    other = other.replace("called_computations={%called", "to_apply={%called")
+    with pytest.raises(ValueError, match="called_computation.14 runs all-reduce"):
+        model_program(other, parse_target("v5p:2x2x4"), {"fsdp": 8, "tensor": 2})
+
+
 def test_pairs_of_gpus():
     target = parse_target("h100:2x8")
     found = model_program(hlo_excerpts.GPU, target, {"fsdp": 16})
@@ -174,7 +199,27 @@ def test_the_table_of_a_compiled_step_has_its_time():
     milliseconds = 1000 * (SYNC + PRODUCT)
     assert f"modelled step {milliseconds:.3g} ms: 1.05 ms compute; 0.236 ms" in table
     assert "asynchronous 1 of 2 collectives, hiding 0.0786 ms" in table
+    unknown = dataclasses.replace(compiled, modelled=None)
+    assert "modelled step: not known" in unknown.table(step)
     assert json.loads(json.dumps(compiled.to_json()))["modelled"]["asynchronous"] == 1
+
+
+def test_the_script_reads_any_program(tmp_path):
+    text = tmp_path / "step.hlo"
+    text.write_text(hlo_excerpts.GATHERS)
+    script = Path(__file__).parents[1] / "benchmarks" / "program.py"
+    command = [sys.executable, script, text, "--target", "v5e:4x4"]
+    flags = ["--mesh", "shards=16", "--model-flops", "1e11"]
+    shown = subprocess.run(
+        [*command, *flags], check=True, capture_output=True, text=True
+    ).stdout
+    assert re.search(r"step, modelled +1.3 ms", shown)
+    assert re.search(r"MFU bound +0.396", shown)
+    assert re.search(r"all-gather +shards +synchronous +1 +24.0 MiB +0.2 ms", shown)
+    assert re.search(r"fusion.510 +compute +1 +1.0 ms +2.06e\+11 +96.0 MiB", shown)
+    wrong = [*command, "--mesh", "shards"]
+    done = subprocess.run(wrong, capture_output=True, text=True)
+    assert done.returncode == 2 and "'shards' is no axis; write --mesh" in done.stderr
 
 
 def test_errors_say_what_to_pass():

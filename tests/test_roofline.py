@@ -47,14 +47,13 @@ def test_no_more_is_hidden_than_there_is_to_hide_behind():
 
 def test_scores_that_are_stored_pass_through_memory():
     stored, fused = (
-        plan(config(attention=kind), target, mesh="fsdp=8")
-        for kind, target in (("xla", "v5e:2x4"), ("cudnn", "h100:1x8"))
+        memory_seconds(plan(config(attention=kind), "v5e:2x4", mesh="fsdp=8").case)
+        for kind in ("xla", "splash")
     )
-    block = memory_seconds(stored.case) * 819e9, memory_seconds(fused.case) * 3.35e12
     scores = 4 * (B // 8) * 4 * L * L  # float32, 4 heads
     # Two arrays alive, each 7 times; their products take a part of that time.
     products = 2 * 3 * 2 * 2 * (B // 8) * L * L * D / 2 * (819e9 / 197e12)
-    assert block[0] - block[1] == pytest.approx(
+    assert (stored - fused) * 819e9 == pytest.approx(
         LAYERS * (14 * scores - products), rel=0.1
     )
 

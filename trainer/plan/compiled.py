@@ -100,7 +100,7 @@ class Compiled:
     def _time(self, plan: Plan) -> list[str]:
         found = self.modelled
         if found is None:
-            return []
+            return ["  modelled step: not known of a program over several slices"]
         seconds, device = found["seconds"], plan.target.device
         bound = plan.flops.model / device.flops / seconds
         parts = sorted(found["parts"].items(), key=lambda part: -part[1])
@@ -193,15 +193,19 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
         if keep is not None:
             shutil.copy(Path(folder) / "job.hlo", keep)
         found = json.loads(result.read_text())
-        found["modelled"] = model_program(
-            (Path(folder) / "job.hlo").read_text(),
-            plan.target,
-            plan.case.sizes,
-            dcn=plan.case.spec.dcn,
-        ).summary()
+        found["modelled"] = _modelled(plan, (Path(folder) / "job.hlo").read_text())
     for name in ("collectives", "sources"):
         found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
     return Compiled(**found)
+
+
+def _modelled(plan: Plan, text: str) -> dict[str, Any] | None:
+    if plan.target.device.torus and plan.target.num_slices > 1:
+        # The program is that of one slice, and what crosses the network is no
+        # collective of it.
+        return None
+    sizes, dcn = plan.case.sizes, plan.case.spec.dcn
+    return model_program(text, plan.target, sizes, dcn=dcn).summary()
 
 
 def reason(errors: str) -> str:

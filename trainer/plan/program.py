@@ -129,6 +129,7 @@ def model_program(
         )
     walk = Walk(module, target, Wires(target, sizes, dcn))
     run = walk.run(module.entry)
+    walk.check()
     operations = sorted(_operations(module, walk), key=lambda o: -o.seconds)
     return Modelled(
         seconds=run.seconds,

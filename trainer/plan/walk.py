@@ -174,6 +174,16 @@ class Walk:
         if seconds:
             self.costs[key] = Cost(part, seconds, Work(0.0, 0))
 
+    def check(self) -> None:
+        """Raises an error if a collective runs that the walk has not met."""
+        for (owner, name), some in self.placed.items():
+            if self.times.get(owner) and owner not in self._runs:
+                raise ValueError(
+                    f"HLO computation {owner} runs {some[0].found.kind} {name}, but no "
+                    "loop, branch, fusion or asynchronous call leads there, so its "
+                    "time is not known. Who calls it must be read in hlo_async.py"
+                )
+
     def taken(self, key: Key) -> Taken:
         """The links that the collectives of one instruction take."""
         found = [self.wires.take(one.found) for one in self.placed[key]]
