@@ -12,7 +12,7 @@ from meshloom.trainer import cli, config_files
 from meshloom.trainer.plan import finalists as finalists_lib
 from meshloom.trainer.plan import plan
 from meshloom.trainer.plan.compiled import Compiled, Refused
-from meshloom.trainer.plan.finalists import compile_all, table
+from meshloom.trainer.plan.finalists import compile_finalist, table
 from meshloom.trainer.train import Config
 
 DRILL = ["plan", "--config", "drill", "--target", "v5e-4"]
@@ -157,7 +157,7 @@ def test_finalists_are_compiled_one_after_the_other(monkeypatch):
         return made(one, peak=int(usable + 1))
 
     monkeypatch.setattr(finalists_lib, "compile_step", compile_step)
-    found = list(compile_all(plans))
+    found = [compile_finalist(one) for one in plans]
     assert [f.compiled is None for f in found] == [False, True]
     text = table(found)
     assert "refused the step: X" in text and "order" not in text
@@ -167,7 +167,7 @@ def test_finalists_are_compiled_one_after_the_other(monkeypatch):
 def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
     plans = [plan(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")]
     monkeypatch.setattr(finalists_lib, "compile_step", made)
-    found = list(compile_all(plans))
+    found = [compile_finalist(one) for one in plans]
     times = {id(found[0].compiled): 1.0, id(found[1].compiled): 2.0}
     monkeypatch.setattr(
         finalists_lib, "compiled_seconds", lambda plan, compiled: times[id(compiled)]
