@@ -219,6 +219,7 @@ def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):
         (["--smallest", "--compile"], "--smallest compiles nothing"),
         (["--search", "--top", "0"], "--top must be at least 1, got 0"),
         (["--search", "--compile", "--keep-hlo", "x"], "--keep-hlo keeps one program"),
+        (["--search", "--batch", "1", "--target", "v5e-64"], "no mesh of 64 devices"),
         (["--search", "--write", "a.txt"], "a config's name must end in .gin"),
         (["--search", "--write", "a.gin", "--pick", "999"], "--pick 999: the config"),
     ],

@@ -127,6 +127,13 @@ def _lines(items: Sequence[Any]) -> list[str]:
 
 
 def _nothing_fits(args: Namespace, found: Search) -> int:
+    if not found.candidates:
+        num, rows = found.target.num_devices, found.config.batch_size
+        raise ValueError(
+            f"--search: no mesh of {num} devices divides the layers, heads, hidden "
+            f"units and vocabulary of the model and batch {rows}. Take another --batch "
+            "or --target."
+        )
     lean = found.leanest()
     with Ticker() as ticker:
         num = found.target.num_devices
