@@ -238,6 +238,12 @@ def test_gpus_gather_an_embedding_that_is_the_head_twice():
     assert gpu - tpu == 2 * D * V
 
 
+def test_an_embedding_that_is_the_head_has_two_gradients_to_sum():
+    """As the head in the type of computing, of its look-ups in float32."""
+    tied = plan(config(tied_head=True), "h100:1x8", mesh="data=2,fsdp=4")
+    assert by_axes(tied.transfers)["data",] == (2 * 4 * LAYER + (2 + 4) * D * V) // 4
+
+
 def test_on_tpus_the_scatter_is_a_ring_of_one_more():
     gpu, tpu = (plan(config(), name, mesh="fsdp=8") for name in ("h100:1x8", "v5e:2x4"))
     (scatter,) = (t for t in gpu.transfers if t.kind == "reduce-scatter")
