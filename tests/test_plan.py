@@ -155,6 +155,13 @@ def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
         assert parts(found, "head")["logits"] == count * 2 * B * L * V // ways
 
 
+def test_over_slices_logits_wait_through_the_backward_pass():
+    one = plan(config(), "v5e:2x4", mesh="data=2,fsdp=4")
+    two = plan(config(), "2xv5e:2x2", mesh="data=2/2,fsdp=4")
+    assert "logits" not in parts(one, "backward")
+    assert parts(two, "backward")["logits"] == 2 * B * L * V // 8
+
+
 @pytest.mark.parametrize(
     ("remat", "heads", "mesh", "expected"),
     [

@@ -102,7 +102,7 @@ def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
         "backward": (
             *common,
             *kept,
-            Part("gradients", blocks + _head_gradient(case), "of blocks and head"),
+            *_head_or_logits(case, blocks),
             _gathered_block(case),
             Part("residual stream", 3 * residual, "input, gradient, sum"),
             _working(case),
@@ -209,6 +209,20 @@ def _logits(case: Case) -> Part:
     if is_loop or not case.target.device.torus:
         return Part("logits", 2 * size, "and their gradient")
     return Part("logits", size)
+
+
+def _head_or_logits(case: Case, blocks: int) -> tuple[Part, ...]:
+    """Gradients there are when blocks go backward.
+
+    Over several slices the head's comes after those of all blocks: logits wait for it.
+    """
+    if not case.target.device.torus or case.target.num_slices == 1:
+        total = blocks + _head_gradient(case)
+        return (Part("gradients", total, "of blocks and head"),)
+    return (
+        Part("gradients", blocks, "of blocks"),
+        Part("logits", case.bytes(case.costs.logits), "for the head's gradient"),
+    )
 
 
 def _sum(case: Case, arrays) -> int:
