@@ -92,6 +92,8 @@ CASES = [
     Case("8b", V5P, "fsdp=16,tensor=4", "full", 16),
     Case("8b", V5P, "fsdp=32,tensor=2", "save-named", 32),
     Case("8b", V5P, "pipe=4,fsdp=16", "full", 256, micro(16)),
+    Case("gpt2", "2xv5e:4x4", "data=2/2,fsdp=16", "full", 256),
+    Case("8b", "2xv5p-128", "data=2/2,fsdp=64", "full", 128),
     Case("gpt2", H100, "fsdp=16", "full", 128, CUDNN),
     Case("gpt2", H100, "fsdp=16", "none", 64, CUDNN),
     Case("gpt2", H100, "fsdp=4,tensor=4", "save-named", 32, CUDNN),

@@ -85,6 +85,11 @@ def test_a_missing_cudnn_has_a_remedy():
     assert compiled.reason("a\nValueError: b") == "ValueError: b"
 
 
+def test_attention_that_a_pipeline_cannot_cut_has_a_remedy():
+    errors = "  line 163, in _custom_partitioning_partition\nAssertionError: \n"
+    assert compiled.reason(errors).startswith("AssertionError: jax cannot cut cuDNN's")
+
+
 @pytest.mark.parametrize("fused", [True, False, None])
 def test_other_attention_than_planned_is_said(fused):
     found = plan(config(), "h100:1x8", mesh="fsdp=8")

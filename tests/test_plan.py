@@ -156,6 +156,13 @@ def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
         assert parts(found, "head")["logits"] == count * 2 * B * L * V // ways
 
 
+def test_over_slices_logits_wait_through_the_backward_pass():
+    one = plan(config(), "v5e:2x4", mesh="data=2,fsdp=4")
+    two = plan(config(), "2xv5e:2x2", mesh="data=2/2,fsdp=4")
+    assert "logits" not in parts(one, "backward")
+    assert parts(two, "backward")["logits"] == 2 * B * L * V // 8
+
+
 @pytest.mark.parametrize(
     ("remat", "heads", "mesh", "expected"),
     [
@@ -238,6 +245,12 @@ def test_gpus_gather_an_embedding_that_is_the_head_twice():
         for name, mesh in (("h100:1x8", "fsdp=8"), ("v5e:2x4", "fsdp=8"))
     )
     assert gpu - tpu == 2 * D * V
+
+
+def test_an_embedding_that_is_the_head_has_two_gradients_to_sum():
+    """As the head in the type of computing, of its look-ups in float32."""
+    tied = plan(config(tied_head=True), "h100:1x8", mesh="data=2,fsdp=4")
+    assert by_axes(tied.transfers)["data",] == (2 * 4 * LAYER + (2 + 4) * D * V) // 4
 
 
 def test_on_tpus_the_scatter_is_a_ring_of_one_more():

@@ -213,10 +213,14 @@ def reason(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "Used " in line]
     line = (telling or lines or ["it said nothing"])[-1][:500]
-    return " ".join([line, *(REMEDIES[words] for words in REMEDIES if words in line)])
+    found = [remedy for words, remedy in REMEDIES.items() if words in errors]
+    return " ".join([line, *found])
 
 
 REMEDIES = {
     "cuDNN not found": "Install it with pip install nvidia-cudnn-cu12, or compile "
     "attention without its kernel: --set model.attention='\"xla\"'.",
+    # jax asserts that an array is not cut by hand, as all are in a pipeline.
+    "in _custom_partitioning_partition": "jax cannot cut cuDNN's attention inside a "
+    "pipeline. Compile it without: --set model.attention='\"xla\"'.",
 }

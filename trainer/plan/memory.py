@@ -110,13 +110,7 @@ def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
         ),
         "backward": (
             *common,
-            part(
-                case,
-                "gradients",
-                "of blocks and head",
-                Weights("gradients", "blocks", FLOAT32),
-                _head_gradient(case),
-            ),
+            *_gradients(case),
             _gathered_block(case),
             part(case, "residual stream", "input, gradient, sum", residual),
             _working(case),
@@ -237,16 +231,20 @@ def _logits(case: Case) -> Part:
     return part(case, "logits", "", Values(case.costs.logits))
 
 
-def _head_gradient(case: Case) -> Weights:
-    """It waits for the update: scattered, or whole where the sum is an all-reduce."""
-    head = case.costs.head.weight
-    stored, whole = (
-        next(a for a in tree.arrays if a.path == head)
-        for tree in (case.gradients, case.compute)
+def _gradients(case: Case) -> tuple[Part, ...]:
+    """Gradients there are when blocks go backward.
+
+    Over several slices the head's comes after those of all blocks: logits wait for it.
+    """
+    blocks = Weights("gradients", "blocks", FLOAT32)
+    if not case.target.device.torus or case.target.num_slices == 1:
+        head = Weights("gradients", case.costs.head.weight, FLOAT32)
+        return (part(case, "gradients", "of blocks and head", blocks, head),)
+    logits = Values(case.costs.logits)
+    return (
+        part(case, "gradients", "of blocks", blocks),
+        part(case, "logits", "for the head's gradient", logits),
     )
-    if case.takes_slice(more_cut(stored, whole)):
-        return Weights("compute", head, case.itemsize)
-    return Weights("gradients", head, FLOAT32)
 
 
 def _cast(case: Case) -> Part:

@@ -115,8 +115,14 @@ def _gradients(case: Case) -> Iterator[Transfer]:
         next(a for a in tree.arrays if a.path == "embedding")
         for tree in (case.gradients, case.compute)
     )
+    axes = more_cut(table, whole)
+    if "embedding" in products:  # as a head it was summed above, by itself
+        size = each * whole.bytes_per_device // whole.itemsize * FLOAT32
+        rest = tuple(axis for axis in batch if axis not in axes)
+        share = math.prod(case.sizes[axis] for axis in axes)
+        yield Transfer("all-reduce", rest, size // share, "gradients")
     moved = each * case.bytes(case.costs.residual)
-    yield Transfer("all-to-all", more_cut(table, whole), moved, "gradients")
+    yield Transfer("all-to-all", axes, moved, "gradients")
 
 
 def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
