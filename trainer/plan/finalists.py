@@ -24,15 +24,8 @@ class Finalist:
     @property
     def seconds(self) -> float | None:
         """Of a step, modelled from the compiled program; None: there is no model."""
-        return compiled_seconds(self.plan, self.compiled) if self.compiled else None
-
-
-def compiled_seconds(plan: Plan, compiled: Compiled) -> float | None:
-    """Seconds of a step by what the compiler made of it.
-
-    Nothing models that yet, so no column and no order is shown.
-    """
-    return None
+        modelled = self.compiled and self.compiled.modelled
+        return modelled["seconds"] if modelled else None
 
 
 def compile_finalist(plan: Plan) -> Finalist:
@@ -51,9 +44,9 @@ def table(finalists: Sequence[Finalist]) -> str:
     for number, finalist in enumerate(finalists, 1):
         row = [f"  {number}", *_row(finalist)]
         if is_timed:
-            serial = f"{finalist.plan.roofline.serial:.3g} s"
+            step = f"{finalist.plan.roofline.step:.3g} s"
             seconds = finalist.seconds
-            row += ["-" if seconds is None else f"{seconds:.3g} s", serial]
+            row += ["-" if seconds is None else f"{seconds:.3g} s", step]
         rows.append(row)
     lines = [align(rows, right=range(1, len(rows[0])))]
     lines += [f"  {n}: {f.refused}" for n, f in enumerate(finalists, 1) if f.refused]

@@ -82,6 +82,11 @@ class Roofline:
         return {"compute": self.compute, "memory": self.memory, **network}
 
     @property
+    def waits(self) -> dict[str, float]:
+        """The parts of `step`: of the network, what nothing hides."""
+        return self.parts | {f"network, {axes}": s for axes, s in self.exposed.items()}
+
+    @property
     def overlapped(self) -> float:
         """If all overlaps perfectly: as long as the longest part."""
         return max(self.compute, self.memory, sum(self.network.values()))
