@@ -71,6 +71,7 @@ class Costs:
         before, so during the MLP's part scores wait for attention's.
       attention_cut: what comes to `attention` where heads are cut over devices.
       logits: in the type of computing; float32 is never stored.
+      fused: whether attention is one kernel.
     """
 
     products: tuple[Product, ...]
@@ -84,3 +85,4 @@ class Costs:
     attention_cut: tuple[Array, ...]
     mlp: tuple[Array, ...]
     logits: Array
+    fused: bool = False

@@ -67,6 +67,7 @@ def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
         logits=arrays.make(
             "logits", (rows, length, config.padded_vocab), (*POSITIONS, "vocab")
         ),
+        fused=kernel != "xla",
     )
 
 
@@ -252,10 +253,20 @@ def _plain(a: _Arrays) -> _Attention:
 
 
 def _cudnn(a: _Arrays) -> _Attention:
-    """cuDNN's kernel; its own sums cannot be kept by name, so it runs again."""
+    """cuDNN's kernel, of which a causal mask leaves half.
+
+    Its backward pass computes the scores again. The sums over keys that it needs are no
+    value that a policy keeps, so with any remat it runs forward again too.
+    """
     again = RECOMPUTED[a.config.remat]
-    again = {*again, "scores", "attend"} if again else ()
-    return _Attention(frozenset(again), kept=(), named=(a.attended,), working=())
+    return _Attention(
+        frozenset({*again, "scores", "attend"} if again else ()),
+        kept=(),
+        named=(a.attended,),
+        working=(),
+        backward=(3, 2),
+        share=0.5,
+    )
 
 
 def _splash(a: _Arrays) -> _Attention:

@@ -24,7 +24,7 @@ _MESH_AXIS = re.compile(r"'?([^'=,]+)'?=(\d+)")
 _GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 _PAIRS = re.compile(r"[ ,]source_target_pairs=(\{\{.*?\}\}|\{\})")
 _GEMM = re.compile(r'custom_call_target="__cublas\$')
-_GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^]]*)\]')
+_GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions": ?\[([^]]*)\]')
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -37,18 +37,22 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> float | 
     estimate = _ESTIMATE.search(instruction.rest)
     if estimate:
         return float(estimate[1])
-    scores = _SCORES.search(instruction.rest)
-    if scores:
-        return _cudnn_flops(computation, instruction, math.prod(integers(scores[1])))
+    if "__cudnn$fmha" in instruction.rest:
+        return _cudnn_flops(computation, instruction)
     splash = _SPLASH.search(instruction.op_name() or instruction.name)
     if not splash:
         return None
     return _splash_flops(computation, instruction, splash[1])
 
 
-def _cudnn_flops(
-    computation: Computation, instruction: Instruction, scores: int
-) -> float:
+def _cudnn_flops(computation: Computation, instruction: Instruction) -> float:
+    found = _SCORES.search(instruction.rest)
+    if not found:
+        raise ValueError(
+            f"HLO instruction {instruction.name}: expected the shape of the scores, "
+            f"intermediate_tensor_shape, found {instruction.rest[:200]!r}"
+        )
+    scores = math.prod(integers(found[1]))
     width = computation.operand_arrays(instruction)[0][0].dims[-1]
     products = _FUSED if "Backward" in instruction.rest else _PRODUCTS["fwd"]
     half = 0.5 if _CAUSAL.search(instruction.rest) else 1.0

@@ -1,10 +1,8 @@
-"""`meshloom plan --search`, `--smallest` and `--scale` through the command line."""
+"""`meshloom plan --search` and `--smallest` through the command line."""
 
-import dataclasses
 import json
 import re
 import shlex
-from xml.etree import ElementTree
 
 import pytest
 from tiny_plans import config
@@ -14,8 +12,7 @@ from meshloom.trainer import cli, config_files
 from meshloom.trainer.plan import finalists as finalists_lib
 from meshloom.trainer.plan import plan
 from meshloom.trainer.plan.compiled import Compiled, Refused
-from meshloom.trainer.plan.finalists import compile_all, table
-from meshloom.trainer.plan.scaling import device_rate, scaling
+from meshloom.trainer.plan.finalists import compile_finalist, table
 from meshloom.trainer.train import Config
 
 DRILL = ["plan", "--config", "drill", "--target", "v5e-4"]
@@ -137,52 +134,6 @@ def test_smallest(capsys):
     assert status == 1 and out == "It fits on no usual number of own.\n"
 
 
-def test_strong_scaling_keeps_the_batch_and_weak_its_part():
-    c = dataclasses.replace(config(), batch_size=8)
-    strong, weak = (scaling(c, "v5e-16", k, most=64) for k in ("strong", "weak"))
-    assert [p.num_devices for p in strong] == [8, 16, 32, 64]
-    assert {p.batch for p in strong} == {8}
-    assert [p.batch for p in weak] == [4, 8, 16, 32]
-    odd = scaling(dataclasses.replace(c, batch_size=2), "v5e-64", "weak", most=64)
-    assert [p.num_devices for p in odd] == [32, 64]  # no part of an example elsewhere
-
-
-def test_efficiency_is_of_a_device_against_the_smallest_that_fits():
-    c = dataclasses.replace(config(), batch_size=64)
-    points = scaling(c, POOR.replace("hbm=2e5", "hbm=14e6"), "strong", least=1, most=32)
-    assert points[0].plan is None and points[0].efficiency is None
-    fitting = [p for p in points if p.plan is not None]
-    assert len(fitting) >= 3 and fitting[0].efficiency == 1
-    for point in fitting:
-        assert point.plan.seconds_an_example == min(
-            c.seconds for c in point.found.fitting
-        )
-        rate = device_rate(point.plan) / device_rate(fitting[0].plan)
-        assert point.efficiency == rate
-    assert fitting[-1].efficiency < 1
-
-
-def test_the_table_and_the_picture_have_all_sizes(capsys, tmp_path):
-    path = tmp_path / "scale.svg"
-    argv = ["plan", "--config", "drill", "--target", "v5e-256", "--batch", 8, "--scale"]
-    status, out, _ = run(capsys, *argv, "--svg", path)
-    assert status == 0 and "█" in out and "strong: batch 8 on all" in out
-    assert "weak: batch 8 on v5e-256" in out
-    picture = ElementTree.parse(path).getroot()
-    words = ["".join(e.itertext()) for e in picture.iter() if e.tag.endswith("text")]
-    for num in ("8", "64", "128", "100%", "drill on v5e"):
-        assert num in words
-    circles = [e for e in picture.iter() if e.tag.endswith("circle")]
-    rows = [line for line in out.splitlines() if "remat" in line]
-    assert len(circles) == len(rows) > 3
-    _, out, _ = run(capsys, *argv, "strong", "--json")
-    found = json.loads(out)
-    assert list(found) == ["strong"]
-    assert [p["devices"] for p in found["strong"]] == [8 * 2**n for n in range(10)]
-    assert found["strong"][-1]["target"] == "16xv5e-256"
-    assert found["strong"][-1]["best"] is None  # 8 examples are too few
-
-
 def made(plan, **changed) -> Compiled:
     collectives = tuple((t.kind, t.axes, 1, t.bytes) for t in plan.transfers)
     facts = {
@@ -206,7 +157,7 @@ def test_finalists_are_compiled_one_after_the_other(monkeypatch):
         return made(one, peak=int(usable + 1))
 
     monkeypatch.setattr(finalists_lib, "compile_step", compile_step)
-    found = list(compile_all(plans))
+    found = [compile_finalist(one) for one in plans]
     assert [f.compiled is None for f in found] == [False, True]
     text = table(found)
     assert "refused the step: X" in text and "order" not in text
@@ -216,7 +167,7 @@ def test_finalists_are_compiled_one_after_the_other(monkeypatch):
 def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
     plans = [plan(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")]
     monkeypatch.setattr(finalists_lib, "compile_step", made)
-    found = list(compile_all(plans))
+    found = [compile_finalist(one) for one in plans]
     times = {id(found[0].compiled): 1.0, id(found[1].compiled): 2.0}
     monkeypatch.setattr(
         finalists_lib, "compiled_seconds", lambda plan, compiled: times[id(compiled)]
@@ -228,7 +179,7 @@ def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
 
 
 def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):
-    """Of a pipeline with given microbatches. Each is run again as it is printed."""
+    """Of a pipeline with microbatches given; each is run again as it is printed."""
     base = tmp_path / "base.gin"
     lines = [
         "from __gin__ import dynamic_registration",
@@ -268,6 +219,7 @@ def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):
         (["--smallest", "--compile"], "--smallest compiles nothing"),
         (["--search", "--top", "0"], "--top must be at least 1, got 0"),
         (["--search", "--compile", "--keep-hlo", "x"], "--keep-hlo keeps one program"),
+        (["--search", "--batch", "1", "--target", "v5e-64"], "no mesh of 64 devices"),
         (["--search", "--write", "a.txt"], "a config's name must end in .gin"),
         (["--search", "--write", "a.gin", "--pick", "999"], "--pick 999: the config"),
     ],

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ...sharding import MeshSpec
 from .candidates import ONE_CHUNK, Choice
 from .case import make_case
 from .predict import Plan
@@ -71,7 +72,7 @@ def _searched(plan: Plan) -> Iterator[tuple[float, Flags, "Config"]]:
 def _flags(choice: Choice, plan: Plan, derived: dict[Choice, int]) -> Flags:
     """What a choice sets otherwise than the plan."""
     config, case, found = plan.config, plan.case, {}
-    if choice.mesh.sizes(plan.target.num_devices) != case.sizes:
+    if str(choice.mesh) != str(MeshSpec(**case.sizes, dcn=case.spec.dcn)):
         found["mesh"] = f"--mesh {choice.mesh}"
     if choice.remat is not None and choice.remat != getattr(
         config.model, "remat", None

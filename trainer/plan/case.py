@@ -141,7 +141,7 @@ def make_case(config: "Config", target: Target) -> Case:
     mesh = spec.abstract(target.num_devices)
     sizes, rules = mesh_sizes(mesh), parse_plan(config.plan)
     pipeline = plan_pipeline(
-        config, mesh, rules, num_layers=model.num_layers, advise=False
+        config, mesh, rules, num_layers=getattr(model, "num_layers", None), advise=False
     )
     num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches
     num, length = num or 1, _length(config)
@@ -164,7 +164,7 @@ def make_case(config: "Config", target: Target) -> Case:
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=_costs(model, rows, length, "tpu" if is_torus else "gpu"),
+        costs=_costs(model, rows, length, target.device.platform),
     )
 
 

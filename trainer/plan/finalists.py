@@ -1,7 +1,7 @@
 """The best plans of a search, compiled one after the other for the target."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ...sharding.text import align, human_bytes
 from .compiled import Compiled, Refused, compile_step
@@ -35,12 +35,12 @@ def compiled_seconds(plan: Plan, compiled: Compiled) -> float | None:
     return None
 
 
-def compile_all(plans: Sequence[Plan]) -> Iterator[Finalist]:
-    for plan in plans:
-        try:
-            yield Finalist(plan, compile_step(plan))
-        except Refused as error:  # of one plan; the others are still worth compiling
-            yield Finalist(plan, None, str(error))
+def compile_finalist(plan: Plan) -> Finalist:
+    """A plan that the compiler refuses is a finalist too: others may still do."""
+    try:
+        return Finalist(plan, compile_step(plan))
+    except Refused as error:
+        return Finalist(plan, None, str(error))
 
 
 def table(finalists: Sequence[Finalist]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.text import align, human_bytes
 from .chosen_config import write
-from .finalists import Finalist, compile_all, table
+from .finalists import Finalist, compile_finalist, table
 from .hardware import Target, parse_target
 from .predict import Plan
 from .reasons import reasons, why_not
@@ -41,7 +41,10 @@ def show(args: Namespace) -> int | None:
         print_styled(f"{counted(found)}\n\n{best_table(found, chosen)}")
         print_styled("\n".join(["\nWhy others lost", *_lines(reasons(found))]))
     if args.compile:
-        compiled = list(compile_all(plans))
+        for number, plan in enumerate(plans, 1):
+            words = f"Compiling {number} of {len(plans)}: {plan.case.spec}"
+            print(words, file=sys.stderr, flush=True)
+            compiled.append(compile_finalist(plan))
     if args.json:
         print(json.dumps(_json(found, plans, compiled), indent=1))
     elif compiled:
@@ -124,6 +127,13 @@ def _lines(items: Sequence[Any]) -> list[str]:
 
 
 def _nothing_fits(args: Namespace, found: Search) -> int:
+    if not found.candidates:
+        num, rows = found.target.num_devices, found.config.batch_size
+        raise ValueError(
+            f"--search: no mesh of {num} devices divides the layers, heads, hidden "
+            f"units and vocabulary of the model and batch {rows}. Take another --batch "
+            "or --target."
+        )
     lean = found.leanest()
     with Ticker() as ticker:
         num = found.target.num_devices

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from .case import Case, more_cut
 from .cutting import FLOAT32
 from .flops import ticks
+from .gpu import gathers_of_head, pipeline_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,8 @@ def _weights(case: Case) -> Iterator[Transfer]:
         uses = 1
         if case.is_block(stored.path) and not case.costs.keeps_weights:
             uses = 2
+        elif stored.path == case.costs.head.weight:
+            uses = gathers_of_head(case)
         size = whole.bytes_per_device // whole.itemsize * case.itemsize
         as_sum = axes and case.takes_slice(axes) and not rings
         kind = "all-reduce" if as_sum else "all-gather"
@@ -112,8 +115,14 @@ def _gradients(case: Case) -> Iterator[Transfer]:
         next(a for a in tree.arrays if a.path == "embedding")
         for tree in (case.gradients, case.compute)
     )
+    axes = more_cut(table, whole)
+    if "embedding" in products:  # as a head it was summed above, by itself
+        size = each * whole.bytes_per_device // whole.itemsize * FLOAT32
+        rest = tuple(axis for axis in batch if axis not in axes)
+        share = math.prod(case.sizes[axis] for axis in axes)
+        yield Transfer("all-reduce", rest, size // share, "gradients")
     moved = each * case.bytes(case.costs.residual)
-    yield Transfer("all-to-all", more_cut(table, whole), moved, "gradients")
+    yield Transfer("all-to-all", axes, moved, "gradients")
 
 
 def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
@@ -182,7 +191,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
         is_block = case.is_block(whole.path)
         elements = whole.bytes_per_device // whole.itemsize
         for kind, tree, runs, itemsize in (
-            ("all-gather", stored, gathers, case.itemsize),
+            ("all-gather", stored, gathers, pipeline_itemsize(case)),
             ("reduce-scatter", gradient, scatters, FLOAT32),
         ):
             axes = more_cut(tree, whole)
