@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ..sharding import Rules, Sharder, parse_plan
 from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.text import human_bytes
-from . import config_tree, sampling
+from . import compiler_options, config_tree, sampling
 from . import step as step_lib
 from .data import SAMPLE_IDS, Dataset
 from .pipelining import Pipelining, Plan, plan_pipeline
@@ -120,7 +120,16 @@ class Setup:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        return self.lowered.compile()
+        options = compiler_options.parse(self.config.compiler_options)
+        try:
+            return self.lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            raise ValueError(
+                f"compiler_options: {error}. The compiler here knows no such option; "
+                "take it out of the config."
+            ) from None
 
     def compile(self) -> Any:
         """The train step as it runs; whoever asks again gets the same."""

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..sharding import MeshSpec, parse_plan
 from . import (
+    compiler_options,
     config_tree,
     distributed,
     loop,
@@ -55,6 +56,7 @@ FREE_FIELDS = (
     "keep_best",
     "check_replicas_every",
     "writers",
+    "compiler_options",
     "probe_network",
     "sample_prompt",
     "sample_tokens",
@@ -102,6 +104,7 @@ class Config:
       check_replicas_every: steps between checks that copies of arrays on several
         devices are equal, one more at the end; 0 for none.
       writers: any of "tensorboard", "wandb", beside metrics.jsonl.
+      compiler_options: "xla_NAME=VALUE" of what the step is compiled with.
       probe_network: measure how fast each axis of the mesh is, before training; None
         does where there are several processes.
       sample_prompt: text to continue after training, where the model can generate.
@@ -134,6 +137,7 @@ class Config:
     keep_best: int = 0
     check_replicas_every: int = 100
     writers: tuple[str, ...] = ()
+    compiler_options: tuple[str, ...] = ()
     probe_network: bool | None = None
     sample_prompt: str | None = None
     sample_tokens: int = 256
@@ -176,6 +180,7 @@ class Config:
             )
         storage.check(self.checkpoint_folder)
         parse_plan(self.plan)
+        compiler_options.parse(self.compiler_options)
         if unknown := set(self.writers) - set(metrics.EXTRAS):
             raise ValueError(
                 f"writers: {sorted(unknown)[0]!r} is unknown; there are 'tensorboard' "

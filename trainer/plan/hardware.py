@@ -189,7 +189,7 @@ class Target:
         wraps = self.device.wraps
         rings = [bool(wraps) and size % wraps == 0 for size in self.shape]
         if self.device.torus == 3:
-            # They are made of cubes, which are joined to rings in all dimensions or none.
+            # Made of cubes, which are joined to rings in all dimensions or in none.
             rings = [all(rings)] * 3
         return (*rings, False, False, False)[:3]
 
