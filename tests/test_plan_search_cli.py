@@ -1,5 +1,6 @@
 """`meshloom plan --search` and `--smallest` through the command line."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -162,6 +163,21 @@ def test_finalists_are_compiled_one_after_the_other(monkeypatch):
     text = table(found)
     assert "refused the step: X" in text and "order" not in text
     assert text.splitlines()[1].endswith("no")  # over its memory
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the compiler for TPUs, is not installed",
+)
+def test_the_best_is_compiled_for_tpus(capsys):
+    words = ["--search", "--top", 1, "--compile", "--json"]
+    _, out, err = run(capsys, *DRILL[:-1], "v5e:2x2", *words)
+    found = json.loads(out)
+    (best,), (compiled,) = found["best"], found["compiled"]
+    assert compiled["fits"] and not compiled["refused"]
+    assert compiled["compiled"]["flops"] == pytest.approx(best["flops"]["executed"])
+    assert "Compiling 1 of 1" in err
 
 
 def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
