@@ -1,8 +1,9 @@
-"""The closed form of `meshloom plan` against the compiler for TPUs, case by case.
+"""The closed form of `meshloom plan` against compilers, case by case.
 
-    python benchmarks/plan.py [--cases gpt2 1b-v5e] [--json FILE] [--list]
+    python benchmarks/plan.py [--cases gpt2 v5p] [--json FILE] [--list]
 
-Needs libtpu. Each case is compiled in a process of its own, a minute or so on two
+Needs the compilers of the cases' targets: `--cases v5e v5p` libtpu, `--cases h100 a100`
+XLA for GPUs. Each case is compiled in a process of its own, up to two minutes on two
 cores; with --json, cases that the file has are not compiled again.
 """
 
@@ -35,6 +36,8 @@ MODELS = {
     "8b": ("llama3_8b", []),
 }
 INTERLEAVED = 'pipeline.schedule="interleaved"'
+# On GPUs attention is cuDNN's kernel, but in a pipeline jax cannot cut that yet.
+CUDNN, PLAIN = ('model.attention="cudnn"',), 'model.attention="xla"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,9 @@ class Case:
         kind = "".join(", interleaved" for s in self.settings if s == INTERLEAVED)
         parts = [s.split("=")[1] for s in self.settings if s.startswith("num_micro")]
         micro = f", {parts[0]} microbatches" if parts else ""
-        return f"{self.model} {self.target} {self.mesh} {self.remat}{kind}{micro}"
+        plain = ", xla attention" if PLAIN in self.settings else ""
+        words = f"{self.model} {self.target} {self.mesh} {self.remat}"
+        return f"{words}{kind}{micro}{plain}"
 
     def plan(self):
         name, settings = MODELS[self.model]
@@ -63,7 +68,7 @@ def micro(num: int, *more: str) -> tuple[str, ...]:
     return (f"num_microbatches={num}", *more)
 
 
-V5E, V5P = "v5e:4x4", "v5p-128"
+V5E, V5P, H100, MANY = "v5e:4x4", "v5p-128", "h100:2x8", "h100:8x8"
 CASES = [
     Case("gpt2", V5E, "fsdp=16", "full", 128),
     Case("gpt2", V5E, "fsdp=16", "none", 64),
@@ -87,6 +92,32 @@ CASES = [
     Case("8b", V5P, "fsdp=16,tensor=4", "full", 16),
     Case("8b", V5P, "fsdp=32,tensor=2", "save-named", 32),
     Case("8b", V5P, "pipe=4,fsdp=16", "full", 256, micro(16)),
+    Case("gpt2", "2xv5e:4x4", "data=2/2,fsdp=16", "full", 256),
+    Case("8b", "2xv5p-128", "data=2/2,fsdp=64", "full", 128),
+    Case("gpt2", H100, "fsdp=16", "full", 128, CUDNN),
+    Case("gpt2", H100, "fsdp=16", "none", 64, CUDNN),
+    Case("gpt2", H100, "fsdp=4,tensor=4", "save-named", 32, CUDNN),
+    Case("gpt2", H100, "pipe=4,fsdp=4", "full", 128, micro(8, PLAIN)),
+    Case("1b", H100, "fsdp=16", "full", 64, CUDNN),
+    Case("1b", H100, "fsdp=16", "full", 128, micro(4, *CUDNN)),
+    Case("1b", H100, "fsdp=16", "save-named", 32, CUDNN),
+    Case("1b", H100, "fsdp=4,tensor=4", "save-dots", 16, CUDNN),
+    Case("1b", H100, "fsdp=8,tensor=2", "none", 16, CUDNN),
+    Case("1b", H100, "data=2,fsdp=8", "full", 64, CUDNN),
+    Case("1b", H100, "pipe=4,fsdp=4", "save-named", 64, micro(16, PLAIN)),
+    Case(
+        "1b", H100, "pipe=2,fsdp=4,tensor=2", "full", 64, micro(8, INTERLEAVED, PLAIN)
+    ),
+    Case("1b", "a100:2x8", "fsdp=16", "save-dots", 32, CUDNN),
+    Case("7b", MANY, "fsdp=64", "full", 128, CUDNN),
+    Case("7b", MANY, "fsdp=64", "save-dots", 64, CUDNN),
+    Case("7b", MANY, "fsdp=16,tensor=4", "full", 128, CUDNN),
+    Case("7b", MANY, "fsdp=8,tensor=8", "none", 32, CUDNN),
+    Case("7b", MANY, "pipe=4,fsdp=8,tensor=2", "save-named", 64, micro(8, PLAIN)),
+    Case("8b", MANY, "fsdp=64", "save-named", 64, CUDNN),
+    Case("8b", MANY, "fsdp=8,tensor=8", "full", 64, CUDNN),
+    Case("8b", MANY, "fsdp=16,tensor=4", "save-named", 32, CUDNN),
+    Case("8b", MANY, "pipe=4,fsdp=16", "full", 256, micro(16, PLAIN)),
 ]
 
 

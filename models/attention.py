@@ -8,50 +8,76 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-Implementation = Literal["auto", "xla", "cudnn"]
+from ..sharding import Sharder
+
+Implementation = Literal["auto", "xla", "cudnn", "splash"]
+# Splash attention takes lengths that are multiples of this.
+LANES = 128
+# Queries and keys of its blocks of scores: so many fit a chip's fast memory. Its
+# backward pass stores gradients of all queries for each block of keys, so there blocks
+# are larger, though they skip less above the diagonal.
+LARGEST_BLOCK, LARGEST_KEY_BLOCK = 512, 1024
 
 
 def attend(
     q_BLHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
+    shard: Sharder,
     *,
     segments_BL: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Causal attention; with segments, a position sees its own segment only."""
+    _, L, _, K = q_BLHK.shape
+    chosen = choose(implementation, shard.platform, q_BLHK.dtype.itemsize, L, K)
+    if chosen == "splash":
+        from .splash import splash
+
+        return splash(q_BLHK, k_BSGK, v_BSGK, segments_BL, shard)
     mask = None
     if segments_BL is not None:
         mask = segments_BL[:, None, :, None] == segments_BL[:, None, None, :]
-    return jax.nn.dot_product_attention(
-        q_BLHK,
-        k_BSGK,
-        v_BSGK,
-        mask=mask,
-        is_causal=True,
-        implementation=_choose(implementation, q_BLHK),
+    out = jax.nn.dot_product_attention(
+        q_BLHK, k_BSGK, v_BSGK, mask=mask, is_causal=True, implementation=chosen
     )
+    return checkpoint_name(out, "attended")
 
 
-def _choose(implementation: Implementation, q_BLHK: jax.Array):
-    """cuDNN's flash kernel on GPUs for the types and widths it takes, else XLA."""
+def choose(
+    implementation: Implementation,
+    platform: str,
+    itemsize: int,
+    length: int,
+    head_width: int,
+) -> Literal["xla", "cudnn", "splash"]:
+    """A kernel that never stores its scores where there is one that takes the shapes.
+
+    cuDNN's on GPUs, splash attention on TPUs; else what XLA makes of plain products.
+    """
     if implementation != "auto":
         return implementation
-    platform, itemsize = jax.default_backend(), q_BLHK.dtype.itemsize
-    fused = is_fused(implementation, platform, itemsize, q_BLHK.shape[-1])
-    return "cudnn" if fused else "xla"
+    if platform == "tpu":
+        return "splash" if block_size(length) else "xla"
+    fits = itemsize == 2 and head_width <= 128 and not head_width % 8
+    return "cudnn" if platform == "gpu" and fits else "xla"
 
 
-def is_fused(
-    implementation: Implementation, platform: str, itemsize: int, head_width: int
-) -> bool:
-    """Whether attention is one kernel, which never stores its scores."""
-    if implementation != "auto":
-        return implementation == "cudnn"
-    return (
-        platform == "gpu" and itemsize == 2 and head_width <= 128 and not head_width % 8
-    )
+def block_size(length: int) -> int | None:
+    """Splash attention's block for this length; None where it takes no such length."""
+    sizes = range(LARGEST_BLOCK, 0, -LANES)
+    return next((size for size in sizes if length % size == 0), None)
+
+
+def key_block_size(length: int) -> int | None:
+    """The same for keys in its backward pass: as many blocks as fit evenly."""
+    block = block_size(length)
+    if block is None:
+        return None
+    times = range(LARGEST_KEY_BLOCK // block, 0, -1)
+    return next(block * num for num in times if length % (block * num) == 0)
 
 
 def attend_cached(

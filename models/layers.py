@@ -78,11 +78,12 @@ class Attention(nnx.Module):
             q,
             k,
             v,
+            shard,
             segments_BL=segments_BL,
             implementation=self.config.attention,
         )
         out = shard(out, ("batch", "length", "heads", "head_dim"))
-        return linear(checkpoint_name(out, "attended"), self, "out", 2, shard)
+        return linear(out, self, "out", 2, shard)
 
     def project(self, x_BLD, positions_BL, shard: Sharder):
         """Queries [B, L, H, K], keys and values [B, L, G, K], turned by position."""

@@ -3,7 +3,8 @@
 none        keep everything that the backward pass reads
 full        keep each block's input only, recompute the block
 save-dots   keep the results of weight matmuls, recompute the rest
-save-named  keep the values that the model names (SAVED_NAMES)
+save-named  keep the values that the model names (SAVED_NAMES), also what the kernel
+            of attention gave, so that it runs once
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from typing import Literal
 import jax
 
 Remat = Literal["none", "full", "save-dots", "save-named"]
-SAVED_NAMES = ("qkv", "attended", "middle", "hidden")
+SPLASH = "splash"
+SAVED_NAMES = ("qkv", "attended", SPLASH, "middle", "hidden")
 
 
 def rematerialize(block: Callable, remat: Remat) -> Callable:

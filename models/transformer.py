@@ -198,12 +198,12 @@ class Config:
 
     def costs(self, rows: int, length: int, *, platform: str = "tpu"):
         """What a step on so many examples multiplies and keeps, for a plan."""
-        from .attention import is_fused
-        from .costs import costs
+        from .attention import choose
+        from .transformer_costs import costs
 
         size = 2 if self.compute_dtype == "bfloat16" else 4
-        fused = is_fused(self.attention, platform, size, self.head_width)
-        return costs(self, rows, length, fused=fused)
+        kernel = choose(self.attention, platform, size, length, self.head_width)
+        return costs(self, rows, length, kernel)
 
     @property
     def make(self):
@@ -233,15 +233,20 @@ class Transformer(nnx.Module):
         return functools.partial(Block, self.config)
 
     def embed(self, tokens_BL, positions_BL, shard: Sharder) -> jax.Array:
-        table_VD = shard.weight(
-            self.embedding[...], ("vocab", "embed"), self.config.compute_dtype
+        c = self.config
+        x_BLD = lookup(
+            self.embedding[...],
+            ("vocab", "embed"),
+            tokens_BL,
+            shard,
+            c.compute_dtype,
+            gather=c.tied_head,
         )
-        x_BLD = lookup(table_VD, tokens_BL, shard)
-        if self.config.positions == "learned":
-            table = shard.weight(
-                self.position[...], ("position", "embed"), self.config.compute_dtype
+        if c.positions == "learned":
+            axes = ("position", "embed")
+            x_BLD = x_BLD + lookup(
+                self.position[...], axes, positions_BL, shard, c.compute_dtype
             )
-            x_BLD = x_BLD + lookup(table, positions_BL, shard)
         return shard(x_BLD, RESIDUAL)
 
     def block_params(self) -> Params:

@@ -6,6 +6,7 @@ what the source asked for.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from . import hlo, hlo_collectives
+from .hlo_slices import crossings, slice_of
 from .text import align, human_bytes
 
 Key = tuple[str, tuple[str, ...]]
@@ -139,6 +141,7 @@ def audit(
     compiled: jax.stages.Compiled | str,
     mesh: Mesh,
     *,
+    dcn: Mapping[str, int] | None = None,
     count_unknown_loops_as: int | None = None,
 ) -> Audit:
     """Returns the collectives of a compiled program, loops multiplied out.
@@ -150,6 +153,8 @@ def audit(
       compiled: What `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
       mesh: The mesh of the program's shardings. Ids in the program are positions in
         its flat array of devices.
+      dcn: The axis of the mesh that crosses TPU slices and over how many, as in
+        MeshSpec. The compiler writes the program of one slice then.
       count_unknown_loops_as: The trip count to assume where none can be derived; by
         default a collective in such a loop is an error.
     """
@@ -164,16 +169,23 @@ def audit(
             "can be audited; compile it for a backend that does"
         )
     module = hlo.parse(text)
+    crossed, sizes = slice_of(mesh, dcn or {})
     num_devices = module.replica_count * module.num_partitions
-    if num_devices != mesh.size:
+    if num_devices != math.prod(sizes):
         raise ValueError(
             f"compiled program: it runs on {num_devices} devices, and the mesh "
-            f"{dict(mesh.shape)} has {mesh.size}; pass the mesh of its shardings"
+            f"{dict(mesh.shape)} has {math.prod(sizes)}"
+            f"{' in a slice' if crossed else ''}; pass the mesh of its shardings"
         )
     times, unknown = hlo.executions(module, count_unknown_loops_as)
     collectives = []
-    for found in hlo_collectives.find(module):
-        axes = hlo_collectives.mesh_axes(found, mesh.axis_names, mesh.axis_sizes)
+    found_axes = [
+        (found, hlo_collectives.mesh_axes(found, mesh.axis_names, sizes))
+        for found in hlo_collectives.find(module)
+    ]
+    num_slices = mesh.size // num_devices
+    found_axes += [(found, crossed) for found in crossings(module, num_slices)]
+    for found, axes in found_axes:
         if axes and found.computation in unknown:
             what = f"{found.computation} runs the {found.kind} {found.name}"
             raise hlo.unknown_loop(what, unknown[found.computation])

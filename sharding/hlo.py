@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 
+from .hlo_kernels import is_kernel, kernel_flops
 from .hlo_loops import executions as executions
 from .hlo_text import Array, Computation, Instruction, integers
 from .hlo_text import parse as parse
@@ -23,7 +24,7 @@ _MESH_AXIS = re.compile(r"'?([^'=,]+)'?=(\d+)")
 _GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 _PAIRS = re.compile(r"[ ,]source_target_pairs=(\{\{.*?\}\}|\{\})")
 _GEMM = re.compile(r'custom_call_target="__cublas\$')
-_GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^]]*)\]')
+_GEMM_CONTRACTED = re.compile(r'"lhs_contracting_dimensions": ?\[([^]]*)\]')
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -111,9 +112,9 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     """Returns the floating-point operations of matrix products on one device.
 
     A multiplication and an addition are two. Counted are dots, convolutions (XLA for
-    TPU makes dots into convolutions; positions in the padding are free) and cuBLAS
-    calls, each as often as it runs; elementwise work and other custom calls, such as
-    Pallas kernels, are not.
+    TPU makes dots into convolutions; positions in the padding are free), cuBLAS calls
+    and kernels of attention, each as often as it runs; elementwise work and other
+    custom calls are not.
 
     Args:
       text: Optimized HLO text of one program.
@@ -125,7 +126,7 @@ def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     total = 0.0
     for name, computation in module.computations.items():
         once = sum(
-            _product_flops(computation, instruction)
+            product_flops(computation, instruction)
             for instruction in computation.instructions.values()
         )
         if once and name in unknown:
@@ -142,7 +143,8 @@ def unknown_loop(what: str, loop: str) -> ValueError:
     )
 
 
-def _product_flops(computation: Computation, instruction: Instruction) -> float:
+def product_flops(computation: Computation, instruction: Instruction) -> float:
+    """Returns the operations of one run of a matrix product, 0 of anything else."""
     if instruction.opcode == "dot":
         contracted = integers(instruction.attribute("lhs_contracting_dims"))
     elif instruction.opcode == "convolution":
@@ -151,6 +153,8 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     elif instruction.opcode == "custom-call" and _GEMM.search(instruction.rest):
         found = _GEMM_CONTRACTED.search(instruction.rest)
         contracted = integers(found[1]) if found else ()
+    elif is_kernel(instruction):
+        return kernel_flops(computation, instruction) or 0.0
     else:
         return 0.0
     left = computation.operand_arrays(instruction)[0][0]

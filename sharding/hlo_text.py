@@ -153,15 +153,20 @@ def parse(text: str) -> Module:
     """Parses the text of one module."""
     module = Module()
     computation: Computation | None = None
+    last: Instruction | None = None
     table: dict[int, str] = {}
     for line in text.splitlines():
-        if line[:1].isspace():
-            match = _INSTRUCTION.match(line)
-            if match and computation is not None:
+        if line[:1].isspace() and (match := _INSTRUCTION.match(line)):
+            if computation is not None:
                 root, name, shape, opcode, rest = match.groups()
-                computation.instructions[name] = Instruction(name, opcode, shape, rest)
+                last = Instruction(name, opcode, shape, rest)
+                computation.instructions[name] = last
                 if root:
                     computation.root = name
+        elif line == "}" or line.startswith("}, "):
+            last = None
+        elif last is not None:
+            last.rest += line  # what a kernel says of itself may take several lines
         elif line.startswith("HloModule"):
             if module.header:
                 raise ValueError("HLO text: found a second HloModule; pass one module")

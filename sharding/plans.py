@@ -6,7 +6,7 @@
 the plans after it cut more. The standard names (a model may add its own):
 
   batch            examples
-  lookup_batch     examples, while the gradient of a look-up table is summed
+  lookup_batch     examples, while they are looked up in a table or its gradient summed
   length           positions, where heads or hidden units are cut (inside a block)
   residual_length  positions of the residual stream, between the blocks' parts
   layer            the stack of equal blocks
@@ -59,14 +59,14 @@ def fsdp(stage: int = 3) -> Rules:
             f"fsdp stage must be 3 (parameters and optimizer state) or 1 (optimizer "
             f"state only), got {stage}"
         )
-    # The fsdp axis cuts the width of the summed gradient, so no longer its examples.
+    # Where the fsdp axis cuts the width of a table, it cuts no examples of a look-up.
     others = tuple(axis for axis in BATCH_AXES if axis != "fsdp")
-    rules = Rules.of(
-        {"embed": "fsdp", "lookup_batch": others}, role="optimizer", plan="fsdp"
-    )
+    cut = {"embed": "fsdp", "lookup_batch": others}
     # Stage 1 says "whole" aloud, so that it wins over an earlier fsdp().
-    stored = "fsdp" if stage == 3 else None
-    return rules + Rules.of({"embed": stored}, role="param", plan="fsdp")
+    stored = cut if stage == 3 else {"embed": None, "lookup_batch": BATCH_AXES}
+    return Rules.of(cut, role="optimizer", plan="fsdp") + Rules.of(
+        stored, role="param", plan="fsdp"
+    )
 
 
 def tensor() -> Rules:

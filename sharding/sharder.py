@@ -1,12 +1,15 @@
 """Sharding constraints inside jit, with mesh and rules bound once and passed along."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .local import local
 from .mesh import mesh_sizes
 from .resolve import Axes, resolve_dimensions, spec_of
 from .rules import Role, Rules
@@ -54,6 +57,30 @@ class Sharder:
         """How the rules cut an activation of this shape."""
         return P() if self.is_single else self._sharding(shape, axes, "compute").spec
 
+    def part(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """The shape of one device's part of an activation."""
+        if self.is_single:
+            return shape
+        return tuple(
+            d.size // math.prod(self._sizes[axis] for axis in d.mesh_axes)
+            for d in self._dimensions(shape, axes, "compute", "activation")
+        )
+
+    def local(
+        self, f: Callable[..., jax.Array], in_specs: tuple[P, ...], out_specs: P
+    ) -> Callable[..., jax.Array]:
+        """f on each device's part of arrays that are cut so; it must not communicate.
+
+        For kernels that the compiler cannot cut by itself.
+        """
+        return f if self.mesh is None else local(f, self.mesh, in_specs, out_specs)
+
+    @property
+    def platform(self) -> str:
+        """Of the mesh's devices, which need not be here; else of jax's own."""
+        device = self.mesh and self.mesh.abstract_mesh.abstract_device
+        return device.platform if device else jax.default_backend()
+
     @property
     def is_single(self) -> bool:
         """Whether there is one device only, so that nothing is ever cut."""
@@ -76,11 +103,15 @@ class Sharder:
         what: str = "activation",
     ) -> NamedSharding:
         assert self.mesh is not None
+        return NamedSharding(
+            self.mesh, spec_of(self._dimensions(shape, axes, role, what))
+        )
+
+    def _dimensions(self, shape: tuple[int, ...], axes: Axes, role: Role, what: str):
         name = f"{what} [{', '.join(map(str, axes))}]"
-        dims = resolve_dimensions(
+        return resolve_dimensions(
             axes, shape, self.rules, self._sizes, name=name, role=role
         )
-        return NamedSharding(self.mesh, spec_of(dims))
 
 
 def _move(stored, compute, gradient, w):
@@ -93,7 +124,9 @@ def _move(stored, compute, gradient, w):
         return move(w), None
 
     def backward(_, g):
-        return (jax.lax.with_sharding_constraint(g, gradient),)
+        g = jax.lax.with_sharding_constraint(g, gradient)
+        # A sum over all devices is cut at once, not where the update needs its part.
+        return (jax.lax.optimization_barrier(g),)
 
     move.defvjp(forward, backward)
     return move(w)

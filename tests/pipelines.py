@@ -146,13 +146,13 @@ def _batch(model: Any, num_rows: int, packed: bool) -> dict[str, jax.Array]:
     if isinstance(model, Classifier):
         return model.batch(num_rows)
     keys = jax.random.split(jax.random.key(1), 3)
-    shape = (num_rows, LENGTH)
+    shape = (num_rows, model.max_length)
     inputs, targets = (jax.random.randint(key, shape, 0, VOCAB) for key in keys[:2])
     weights = (jax.random.uniform(keys[2], shape) > 0.2).astype(jnp.float32)
     batch = {"inputs": inputs, "targets": targets, "weights": weights}
     if packed:
-        # Every row holds two documents, of 3 and 5 tokens.
-        place = jnp.broadcast_to(jnp.arange(LENGTH)[None], shape)
+        # Every row holds two documents, the first of 3 tokens.
+        place = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
         batch["segments"] = (place >= 3).astype(jnp.int32)
         batch["positions"] = jnp.where(place >= 3, place - 3, place)
     return batch

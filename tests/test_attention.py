@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshloom.models.attention import attend, attend_cached, rotate
+from meshloom.sharding import Sharder
 
 rng = np.random.default_rng(0)
 BATCH, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 7, 4, 2, 8
@@ -51,7 +52,9 @@ def test_values_and_gradients(qkv, segments):
         out, vjp = jax.vjp(attention, *qkv)
         return out, *vjp(weights)
 
-    ours = values_and_gradients(functools.partial(attend, segments_BL=segments), *qkv)
+    ours = values_and_gradients(
+        functools.partial(attend, shard=Sharder(), segments_BL=segments), *qkv
+    )
     plain = values_and_gradients(
         functools.partial(plain_attention, segments=segments), *qkv
     )
@@ -63,13 +66,13 @@ def test_values_and_gradients(qkv, segments):
 def test_bfloat16(qkv):
     half = [x.astype(jnp.bfloat16) for x in qkv]
     expected = jax.jit(plain_attention)(*(x.astype(jnp.float32) for x in half))
-    out = attend(*half)
+    out = attend(*half, Sharder())
     assert out.dtype == jnp.bfloat16
     # Outputs are around 1, and rounded to 8 bits at the end and for the shares.
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.03)
 
     def total(*qkv):
-        return attend(*qkv).astype(jnp.float32).sum()
+        return attend(*qkv, Sharder()).astype(jnp.float32).sum()
 
     grads = jax.jit(jax.grad(total, (0, 1, 2)))(*half)
     assert all(g.dtype == jnp.bfloat16 and np.all(np.isfinite(g)) for g in grads)

@@ -8,9 +8,10 @@ from meshloom.models import transformer
 from meshloom.models.remat import rematerialize
 from meshloom.sharding import MeshSpec, Sharder, hlo, parse_plan
 
-LAYERS, ROWS, LENGTH = 3, 6, 32
+LAYERS, ROWS, LENGTH = 3, 6, 128
 GPT = dict(norm="layer", positions="learned", mlp="gelu", use_bias=True)
 LLAMA = dict(num_kv_heads=2)
+SPLASH = LLAMA | dict(attention="splash")
 POLICIES = ["none", "full", "save-dots", "save-named"]
 
 
@@ -48,10 +49,10 @@ def residuals(config: transformer.Config) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("remat", POLICIES)
-@pytest.mark.parametrize("settings", [GPT, LLAMA, LLAMA | {"num_kv_heads": 4}])
+@pytest.mark.parametrize("settings", [GPT, LLAMA, LLAMA | {"num_kv_heads": 4}, SPLASH])
 def test_a_block_keeps_what_jax_keeps(remat, settings):
     config = model(remat=remat, **settings)
-    costs = config.costs(ROWS, LENGTH)
+    costs = config.costs(ROWS, LENGTH, platform="cpu")
     by_block = LAYERS * sum(array.bytes for array in costs.kept)
     once = sum(array.bytes for array in costs.kept_once)
     assert (by_block, once) == residuals(config)
@@ -61,7 +62,7 @@ def test_a_block_keeps_what_jax_keeps(remat, settings):
 def test_products_are_those_of_the_model_flops(settings):
     """Of attention the model counts the causal half, a compiled step does all of it."""
     config = model(**settings)
-    costs = config.costs(ROWS, LENGTH)
+    costs = config.costs(ROWS, LENGTH, platform="cpu")
     squares = {"scores", "attend"}
     causal = sum(p.flops / (2 if p.name in squares else 1) for p in costs.products)
     total = 3 * (LAYERS * causal + costs.head.flops)
@@ -82,7 +83,7 @@ def jax_products(remat: str) -> float:
 @pytest.mark.parametrize("remat", POLICIES)
 def test_recomputed_products_are_those_of_the_program(remat):
     config = model(remat=remat, compute_dtype="float32", **GPT)
-    costs = config.costs(ROWS, LENGTH)
+    costs = config.costs(ROWS, LENGTH, platform="cpu")
     again = {p.name: 1 if p.name in costs.recomputed else 0 for p in costs.products}
     blocks = sum((3 + again[p.name]) * p.flops for p in costs.products)
     assert LAYERS * blocks + 3 * costs.head.flops == jax_products(remat)

@@ -26,12 +26,6 @@ def test_targets(name, shape, slices, devices):
     assert target.device is DEVICES[target.device.name]
 
 
-def test_a_slice_is_known_to_the_compiler_by_its_shape():
-    assert parse_target("2xv5p-128").topology == "v5p:4x4x4"
-    with pytest.raises(ValueError, match="h100 is no TPU, and only for TPUs"):
-        _ = parse_target("h100:1x8").topology
-
-
 def test_a_device_of_ones_own():
     numbers = "flops=4e14,hbm=64e9,hbm_bandwidth=2e12,link=2e11,network=2.5e10"
     target = parse_target(f"own:2x4,{numbers}")

@@ -21,6 +21,10 @@ def arrays():
     return table, index, g
 
 
+def find(table, index, shard, **how):
+    return lookup(table, ("vocab", "embed"), index, shard, table.dtype, **how)
+
+
 def summed(index, g, num_rows):
     """The gradient by definition, in float64."""
     result = np.zeros((num_rows, g.shape[-1]))
@@ -31,7 +35,7 @@ def summed(index, g, num_rows):
 
 def test_values_and_gradient(arrays):
     table, index, g = arrays
-    out, vjp = jax.vjp(lambda t: lookup(t, jnp.asarray(index), Sharder()), table)
+    out, vjp = jax.vjp(lambda t: find(t, jnp.asarray(index), Sharder()), table)
     assert np.array_equal(out, table[index])
     (grad,) = vjp(jnp.asarray(g))
     # Float32 sums of at most a dozen numbers around 1.
@@ -44,14 +48,15 @@ def test_bfloat16_gradient_is_summed_in_float32():
     table = jnp.zeros((4, 2), jnp.bfloat16)
     index = jnp.ones((2, 256), jnp.int32)
     grad = jax.jit(
-        jax.grad(lambda t: lookup(t, index, Sharder()).astype(jnp.float32).sum())
+        jax.grad(lambda t: find(t, index, Sharder()).astype(jnp.float32).sum())
     )(table)
     assert grad.dtype == jnp.bfloat16
     assert np.array_equal(np.asarray(grad[1], np.float32), [512.0, 512.0])
 
 
+@pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}])
-def test_a_cut_table_gets_the_same_gradient(arrays, sizes):
+def test_a_cut_table_gets_the_same_gradient(arrays, sizes, gather):
     table, index, g = arrays
     mesh = MeshSpec(**sizes).make()
     shard = Sharder(mesh, parse_plan("data+fsdp+tensor"))
@@ -59,8 +64,7 @@ def test_a_cut_table_gets_the_same_gradient(arrays, sizes):
 
     def gradient(table, index, g):
         def total(table):
-            w = shard.weight(table, ("vocab", "embed"))
-            return jnp.sum(lookup(w, index, shard) * g)
+            return jnp.sum(find(table, index, shard, gather=gather) * g)
 
         return jax.grad(total)(table)
 

@@ -56,9 +56,21 @@ def test_tiles_of_a_tpu(shape, itemsize, expected):
 
 def test_flops_without_remat_are_the_models_own():
     """Of attention the model counts the causal half, a step does all of it."""
-    found = plan(config(remat="none"), "h100:1x8", mesh="fsdp=4,tensor=2")
+    c = config(remat="none", attention="xla")
+    found = plan(c, "v5e:2x4", mesh="fsdp=4,tensor=2")
     squares = 3 * 2 * 2 * B * L * L * D * 4 / 8  # passes, products, FLOPs; 4 layers
     assert found.flops.executed == found.flops.model + squares / 2
+
+
+@pytest.mark.parametrize(
+    ("remat", "kernels"), [("none", 2 + 5), ("save-named", 4 + 5), ("save-dots", 4 + 5)]
+)
+def test_flops_of_attention_as_a_kernel(remat, kernels):
+    """Half of each product; backward makes the scores again: one more than autodiff."""
+    found = plan(config(remat=remat), "h100:1x8", mesh="fsdp=8")
+    tokens = B * L / 8
+    layer = 2 * tokens * 3 * LAYER + kernels * 2 * tokens * L * D / 2
+    assert found.flops.executed == 4 * layer + 3 * 2 * tokens * D * V
 
 
 @pytest.mark.parametrize(
@@ -66,7 +78,7 @@ def test_flops_without_remat_are_the_models_own():
     [("none", 3, 3), ("save-named", 3, 3.5), ("save-dots", 3, 4), ("full", 4, 4)],
 )
 def test_flops_of_what_is_recomputed(remat, weights, squares):
-    found = plan(config(remat=remat), "v5e:2x4", mesh="fsdp=8")
+    found = plan(config(remat=remat, attention="xla"), "v5e:2x4", mesh="fsdp=8")
     tokens = B * L / 8
     down = D * F if remat == "full" else 0  # nobody needs its result again
     layer = 2 * tokens * (weights * LAYER - down) + squares * 4 * tokens * L * D
@@ -75,8 +87,8 @@ def test_flops_of_what_is_recomputed(remat, weights, squares):
 
 def test_flops_of_a_pipeline_count_bubbles():
     """1f1b, 2 stages, 4 microbatches: 5 ticks with forwards, 5 with backwards."""
-    c = config(remat="full", num_microbatches=4)
-    found = plan(c, "h100:1x8", mesh="pipe=2,fsdp=4")
+    c = config(remat="full", num_microbatches=4, attention="xla")
+    found = plan(c, "v5e:2x4", mesh="pipe=2,fsdp=4")
     tokens = B * L / 4 / 4
     forward = 2 * (2 * tokens * LAYER + 4 * tokens * L * D)
     backward = 4 * forward - 2 * 2 * tokens * D * F
@@ -92,21 +104,48 @@ def test_memory_of_what_blocks_keep():
     assert at_head["logits"] == 2 * token * V
     named = plan(config(remat="save-named"), "h100:1x8", mesh="fsdp=8")
     assert parts(named, "head")["kept"] == 4 * token * (D + 3 * D + D + D + 2 * F)
-    backward = parts(found, "backward")
-    assert backward["gradients"] == 4 * (4 * LAYER + D * V) // 8 + 4 * 2 * 4 * D
+    tpu = plan(config(remat="full"), "v5e:2x4", mesh="data=4,fsdp=2")
+    backward = parts(tpu, "backward")
+    norms = 2 * 8 * D  # 4 layers in a tile of 8 rows
+    assert backward["gradients"] == 4 * ((4 * LAYER + D * V) // 2 + norms)
     assert backward["weights, gathered"] == 2 * LAYER
-    assert backward["weights, cast"] == 2 * 4 * LAYER // 8
+    assert backward["weights, cast"] == 2 * 4 * LAYER // 2
+
+
+def test_on_gpus_other_things_wait_through_the_backward_pass():
+    found = plan(config(remat="full"), "h100:1x8", mesh="fsdp=8")
+    token, backward = B * L // 8 * 2, parts(found, "backward")
+    assert "weights, cast" not in backward
+    # Matrices that are cut along their last dimension: out and down.
+    assert backward["weights, transposed"] == 4 * 4 * (D * D + D * F) // 8
+    assert backward["logits"] == token * (V + D)
+    assert backward["gradients"] == 4 * 4 * LAYER // 8 + 4 * 2 * 4 * D
+    assert backward["workspace"] == 32 * 2**20
+    kept = plan(config(remat="none"), "h100:1x8", mesh="fsdp=8")
+    assert parts(kept, "backward")["weights, transposed"] == 0
 
 
 def test_scores_are_stored_where_attention_is_no_kernel():
-    tpu, gpu = (plan(config(), name, mesh="fsdp=8") for name in ("v5e:2x4", "h100:1x8"))
+    tpu, gpu, plain = (
+        plan(config(**more), name, mesh="fsdp=8")
+        for name, more in (
+            ("v5e:2x4", {"attention": "xla"}),
+            ("h100:1x8", {}),
+            ("h100:1x8", {"attention": "xla"}),
+        )
+    )
     names = [{a.name for a in found.case.costs.attention} for found in (tpu, gpu)]
     assert names[0] - names[1] == {"scores, float32"}
     rows = B // 8
     scores = 2 * 4 * rows * 4 * L * L
-    assert parts(tpu, "backward")["working"] == scores + 2 * rows * L * D * (6 + 1)
-    hidden = 2 * rows * L * (2 * 2 * F + F)  # larger than attention's part then
-    assert parts(gpu, "backward")["working"] == hidden
+    for found in (tpu, plain):
+        expected = scores + 2 * rows * L * D * (6 + 1)
+        assert parts(found, "backward")["working"] == expected
+    # The hidden layer's gradient, its result, and the gradients of qkv.
+    assert parts(gpu, "backward")["working"] == 2 * rows * L * (2 * F + F + 3 * D)
+    again = plan(config(remat="full"), "h100:1x8", mesh="fsdp=8")
+    whole = 2 * rows * L * (4 * F + F + 3 * D + D)
+    assert parts(again, "backward")["working"] == whole
 
 
 def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
@@ -115,6 +154,13 @@ def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
         found = plan(config(), "v5e:2x4", mesh=mesh)
         ways = 8 if "tensor" not in mesh else 4 * 2
         assert parts(found, "head")["logits"] == count * 2 * B * L * V // ways
+
+
+def test_over_slices_logits_wait_through_the_backward_pass():
+    one = plan(config(), "v5e:2x4", mesh="data=2,fsdp=4")
+    two = plan(config(), "2xv5e:2x2", mesh="data=2/2,fsdp=4")
+    assert "logits" not in parts(one, "backward")
+    assert parts(two, "backward")["logits"] == 2 * B * L * V // 8
 
 
 @pytest.mark.parametrize(
@@ -128,7 +174,8 @@ def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
     ],
 )
 def test_scores_that_are_stored_at_once(remat, heads, mesh, expected):
-    c = config(remat=remat, num_kv_heads=heads, d_ff=128)  # so that the MLP needs less
+    # Of a small hidden layer, so that the MLP needs less.
+    c = config(remat=remat, num_kv_heads=heads, d_ff=128, attention="xla")
     found = plan(c, "v5e:2x4", mesh=mesh)
     ways = found.case.sizes["tensor"]
     rows = B // found.case.sizes["fsdp"]
@@ -139,14 +186,23 @@ def test_scores_that_are_stored_at_once(remat, heads, mesh, expected):
 
 def test_memory_of_a_pipeline_is_of_its_stage():
     c = config(remat="full", num_microbatches=4)
-    found = parts(plan(c, "h100:1x8", mesh="pipe=2,fsdp=4"), "backward")
+    tpu, gpu = (
+        parts(plan(c, name, mesh="pipe=2,fsdp=4"), "backward")
+        for name in ("v5e:2x4", "h100:1x8")
+    )
     stage, outside = 2 * (LAYER + 2 * D), 2 * D * V + D
     activation = 2 * B * L * D // 4 // 4
-    assert found["weights, gathered"] == 2 * (stage + outside)
-    assert found["gradient sums"] == 4 * (stage + outside)
-    assert found["gradients"] == 4 * stage
-    assert found["kept"] == 2 * activation
-    assert found["residual stream"] == 4 * activation
+    for found in (tpu, gpu):
+        assert found["kept"] == 2 * activation
+        assert found["residual stream"] == 4 * activation
+    # The scales of norms fill tiles on TPUs.
+    assert tpu["gradient sums"] == pytest.approx(4 * (stage + outside), rel=0.02)
+    assert tpu["weights, gathered"] == pytest.approx(2 * (stage + outside), rel=0.02)
+    assert tpu["gradients"] == pytest.approx(4 * stage, rel=0.02)
+    assert gpu["gradient sums"] == 4 * (stage + outside)
+    # GPUs gather in float32; all but the head are then copied, turned.
+    assert gpu["weights, gathered"] == gpu["gradients"] == 4 * (stage + outside)
+    assert gpu["weights, transposed"] == 4 * (2 * LAYER + D * V)
 
 
 def test_memory_of_a_pipeline_does_not_grow_with_microbatches():
@@ -176,6 +232,25 @@ def test_traffic_of_fsdp():
     assert by["all-gather", "weights"] == whole + 2 * 4 * LAYER  # blocks once more
     assert by["reduce-scatter", "gradients"] == 2 * (4 * LAYER + D * V)
     assert by["all-to-all", "gradients"] == 2 * B * L * D // 8
+
+
+def test_gpus_gather_an_embedding_that_is_the_head_twice():
+    tied = config(remat="full", tied_head=True)
+    gpu, tpu = (
+        sum(
+            t.bytes
+            for t in plan(tied, name, mesh=mesh).transfers
+            if t.what == "weights"
+        )
+        for name, mesh in (("h100:1x8", "fsdp=8"), ("v5e:2x4", "fsdp=8"))
+    )
+    assert gpu - tpu == 2 * D * V
+
+
+def test_an_embedding_that_is_the_head_has_two_gradients_to_sum():
+    """As the head in the type of computing, of its look-ups in float32."""
+    tied = plan(config(tied_head=True), "h100:1x8", mesh="data=2,fsdp=4")
+    assert by_axes(tied.transfers)["data",] == (2 * 4 * LAYER + (2 + 4) * D * V) // 4
 
 
 def test_on_tpus_the_scatter_is_a_ring_of_one_more():
@@ -208,7 +283,10 @@ def test_traffic_of_a_pipeline():
     assert ring.bytes == 10 * activation
     gathered = [t for t in found.transfers if t.kind == "all-gather"]
     by = {t.axes: t.bytes for t in gathered}
-    assert by["fsdp",] == 2 * (2 * LAYER + 2 * D * V)
+    assert by["fsdp",] == 4 * (2 * LAYER + 2 * D * V)  # in float32; TPUs cast first
+    tpu = plan(c, "v5e:2x4", mesh="pipe=2,fsdp=4").transfers
+    cast = {t.axes: t.bytes for t in tpu if t.kind == "all-gather"}
+    assert cast["fsdp",] == 2 * (2 * LAYER + 2 * D * V)
     # Two ticks that only bring embeddings, four that go both ways, two that only bring
     # gradients back: 2 + 4 * 2 + 2 exchanges.
     (outside,) = (t for t in found.transfers if t.what == "outside")
@@ -218,11 +296,12 @@ def test_traffic_of_a_pipeline():
 
 def test_links_take_neighbours_first():
     found = plan(config(), "v5p-128", mesh="fsdp=16,tensor=4", batch=64)
-    by = links(found.case)
+    by = links(found.target, found.case.sizes)
     one = parse_target("v5p-128").device.link
     assert by["tensor"].bandwidth == 2 * one  # one dimension of 4, closed to a ring
     assert by["fsdp"].bandwidth == 4 * one
-    nodes = links(plan(config(), "h100:2x8", mesh="fsdp=4,tensor=4").case)
+    nodes = plan(config(), "h100:2x8", mesh="fsdp=4,tensor=4")
+    nodes = links(nodes.target, nodes.case.sizes)
     assert (nodes["tensor"].near, nodes["tensor"].far) == (4, 1)
     assert (nodes["fsdp"].near, nodes["fsdp"].far) == (2, 2)
 

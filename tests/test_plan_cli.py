@@ -93,23 +93,33 @@ def test_one_line_says_what_is_wrong(capsys, argv, message):
     assert err.count("\n") == 1 and message in err
 
 
-def test_only_single_slices_of_tpus_are_compiled_for(capsys):
-    argv = ["plan", "--config", "gpt2_124m", "--target", "h100:1x8", "--compile"]
-    status, _, err = run(capsys, *argv)
-    assert status == cli.BAD_INPUT and "h100 is no TPU" in err
-    argv = ["plan", "--config", "gpt2_124m", "--target", "2xv5e:4x4", "--compile"]
-    status, _, err = run(capsys, *argv, "--mesh", "data=2/2,fsdp=16")
-    assert status == cli.BAD_INPUT and "several slices cannot be compared yet" in err
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed"
+@pytest.mark.parametrize(
+    ("target", "mesh", "message"),
+    [
+        ("4xv5e:4x4", "data=2/2,fsdp=32/2", "the axes data, fsdp cross slices"),
+        ("h100:2x8", "data=2/2,fsdp=8", "Leave the part after / out"),
+    ],
 )
-def test_without_libtpu_one_line_says_so(capsys):
-    argv = ["plan", "--config", "gpt2_124m", "--target", "v5e-16", "--compile"]
+def test_what_cannot_be_compiled_over_slices(capsys, target, mesh, message):
+    argv = ["plan", "--config", "gpt2_124m", "--target", target, "--mesh", mesh]
+    status, _, err = run(capsys, *argv, "--compile")
+    assert status == cli.BAD_INPUT and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "message"),
+    [
+        ("v5e-16", "libtpu", "libtpu, the compiler for TPUs, is not installed"),
+        ("h100:1x8", "jax_cuda12_plugin", "meshloom[cuda-compile]"),
+    ],
+)
+def test_without_its_compiler_one_line_says_so(capsys, target, module, message):
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    argv = ["plan", "--config", "gpt2_124m", "--target", target, "--compile"]
     status, _, err = run(capsys, *argv)
     assert status == cli.BAD_INPUT and err.count("\n") == 1
-    assert "--compile for v5e:4x4: libtpu, the compiler for TPUs, is not inst" in err
+    assert f"--compile for {target}: " in err and message in err
 
 
 def test_the_command_line_starts_without_jax():

@@ -53,3 +53,15 @@ def test_predicted_is_compiled(mesh, remat, num_microbatches, tmp_path):
             assert predicted[axes] == pytest.approx(moved[axes], rel=0.05), axes
     assert (tmp_path / "step.hlo").read_text().startswith("HloModule")
     assert "ratio" in compiled.table(found)
+
+
+def test_what_crosses_slices_is_compiled_too():
+    c = config(remat="full", **SIZES)
+    c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
+    found = plan(c, "2xv5e:2x2", mesh="data=2/2,fsdp=4", batch=32)
+    compiled = compile_step(found)
+    assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
+    assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)
+    moved, predicted = compiled.bytes_by_axes(), by_axes(found.transfers)
+    for axes in (("data",), ("fsdp",)):
+        assert predicted[axes] == pytest.approx(moved[axes], rel=0.05), axes

@@ -65,7 +65,10 @@ def test_zero_stage_1_cuts_the_optimizer_only():
 def test_a_later_stage_1_has_its_say():
     rules = data() + fsdp() + fsdp(stage=1)
     assert specs(rules, "param")["up"] == P(None, None)
-    assert [str(old) for old, _ in rules.replaced] == ["embed (param) -> fsdp  [fsdp]"]
+    assert [str(old) for old, _ in rules.replaced] == [
+        "embed (param) -> fsdp  [fsdp]",
+        "lookup_batch (param) -> replica+data+expert  [fsdp]",
+    ]
 
 
 def test_stage_2_is_refused():

@@ -12,9 +12,11 @@ import subprocess
 
 import numpy as np
 import pytest
+import tiny_plans
 
 from meshloom.sharding.pipeline import make, simulate
 from meshloom.trainer import charts, curves, metrics
+from meshloom.trainer.plan import plan
 from meshloom.trainer.report import write_report
 
 NUM_STEPS, SPIKE, NAN = 3000, 1200, 2000
@@ -105,6 +107,9 @@ def run(tmp_path_factory):
         json.dumps({"jax": "0.10.2", "devices": 8, "command": "meshloom train <x>"})
     )
     (folder / "sample.txt").write_text(SAMPLE)
+    found = plan(tiny_plans.config(), "h100:1x8", mesh="fsdp=4,tensor=2").to_json()
+    forecast = {"start": 0, "seconds": 0.05, "plan": found}
+    (folder / "forecast.json").write_text(json.dumps(forecast))
     return folder
 
 
@@ -163,7 +168,8 @@ def test_report_of_the_bare_minimum_says_what_is_absent(tmp_path):
     assert "<b>At step 3</b>" in text
     for name in ("eval.jsonl", "config.json", "sharding.json", "environment.json"):
         assert f"({name})" in text
-    assert "(sample.txt)" in text and 'class="warning"' not in text
+    assert "(sample.txt)" in text and "(forecast.json)" in text
+    assert 'class="warning"' not in text
 
 
 def test_arrays_are_not_called_replicated_on_one_device(tmp_path):

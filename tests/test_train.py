@@ -122,6 +122,7 @@ def test_the_run_folder_holds_everything(straight):
         "config.json",
         "environment.json",
         "sharding.json",
+        "forecast.json",
         "metrics.jsonl",
         "eval.jsonl",
         "ledger.jsonl",

@@ -22,9 +22,18 @@ def add(commands, command, add_config_flags) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the plan as a page too"
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="list the arrays that make up the peak, and what differs between stages",
+    )
+    parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile the step for the target too, and compare (needs libtpu)",
+        help="compile the step for the target too, and compare "
+        "(needs meshloom[tpu] or meshloom[cuda-compile])",
     )
     parser.add_argument(
         "--keep-hlo", type=Path, metavar="FILE", help="keep the compiled program's text"

@@ -197,6 +197,7 @@ def _plan(config, mesh):
 
 def _dry_run(config, workdir: Path, insist: bool) -> None:
     from . import weights
+    from .plan import forecast
     from .run_folder import RunFolder
     from .setup import prepare
     from .train import FREE_FIELDS
@@ -207,6 +208,7 @@ def _dry_run(config, workdir: Path, insist: bool) -> None:
     weights.check(setup, folder)
     for line in setup.describe():
         print(line)
+    print(forecast.foretell(setup, 0).line())
     print("Dry run: everything checked, nothing written or trained.")
 
 

@@ -1,7 +1,8 @@
-"""The highest FLOP/s a device can reach, to say how much of it a run uses."""
+"""The highest FLOP/s a device can reach, and of this CPU its memory's bandwidth."""
 
 import dataclasses
 import functools
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .plan.hardware import DEVICES
+from .plan.hardware import DEVICES, Device
+
+MOVED = 2**26  # bytes, of an array that is larger than most caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,22 +25,33 @@ class Peak:
     label: str
 
 
+# What jax calls the devices that are in the table of `meshloom plan`.
+_PLANNED = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+}
+
 # Dense bfloat16 FLOP/s of one jax device. Source: cloud.google.com/tpu/docs, the
 # page of each version ("peak compute per chip"). On v2, v3 and TPU7x a jax device
-# is one of the two cores of a chip, so it has half of the published figure. Those that
-# `meshloom plan` knows too are in its table alone.
+# is one of the two cores of a chip, so it has half of the published figure.
 _TPU_BF16 = {
     "TPU v2": 45e12 / 2,
     "TPU v3": 123e12 / 2,
-    "TPU v4": DEVICES["v4"].flops,
-    "TPU v5 lite": DEVICES["v5e"].flops,
-    "TPU v5e": DEVICES["v5e"].flops,
-    "TPU v5": DEVICES["v5p"].flops,
-    "TPU v5p": DEVICES["v5p"].flops,
-    "TPU v6 lite": DEVICES["v6e"].flops,
-    "TPU v6e": DEVICES["v6e"].flops,
+    **{k: DEVICES[n].flops for k, n in _PLANNED.items() if k.startswith("TPU")},
     "TPU7x": 2307e12 / 2,
 }
+
+
+def planned_device(kind: str) -> Device | None:
+    """The row of `meshloom plan`'s table for what jax calls a device, if it has one."""
+    return DEVICES[_PLANNED[kind]] if kind in _PLANNED else None
 
 
 def _tensor_cores(bf16: float, tf32: float) -> dict[str, Peak]:
@@ -125,6 +139,20 @@ def measure_matmul_peak(dtype: str, budget: float = 0.3) -> Peak:
     while time.perf_counter() + seconds < deadline:
         best = max(best, 2 * (size // 2) ** 3 / _seconds(matmul, x))
     return Peak(best, "measured matmul peak")
+
+
+@functools.cache
+def measure_bandwidth() -> float:
+    """Negates a large array in place on this machine's CPU: bytes a second, at best."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    # In place, because new memory has to be cleared by the system first.
+    negate = jax.jit(jnp.negative, donate_argnums=0)
+    x, fastest = negate(jnp.zeros(MOVED // 4, jnp.float32, device=cpu)), math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        x = jax.block_until_ready(negate(x))
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * MOVED / fastest  # read and written
 
 
 def _seconds(matmul: Callable[[Any, Any], Any], x: Any) -> float:

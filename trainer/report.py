@@ -8,6 +8,7 @@ from .metrics import replace_text
 from .report_data import read_run
 from .report_page import page
 from .report_pipeline import pipeline
+from .report_plan import forecast
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -26,6 +27,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     body = [
         sections.header(content),
         sections.curves(content),
+        forecast(content),
         pipeline(content),
         sections.sample(content),
         sections.configuration(content),

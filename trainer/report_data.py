@@ -32,6 +32,7 @@ class Run:
     environment: dict[str, Any] | None
     sharding: dict[str, Any] | None
     pipeline: dict[str, Any] | None
+    forecast: dict[str, Any] | None
     sample: str | None
 
     @property
@@ -76,6 +77,7 @@ def read_run(folder: Path) -> Run:
         environment=_read_json(folder / "environment.json"),
         sharding=_read_json(folder / "sharding.json"),
         pipeline=_read_pipeline(folder / "pipeline.json"),
+        forecast=_read_forecast(folder / "forecast.json"),
         sample=_read_text(folder / "sample.txt"),
     )
 
@@ -111,6 +113,12 @@ def training_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
     return float(waits[waits <= limit].sum())
 
 
+def median_step_seconds(rows: Sequence[dict[str, Any]], start: int) -> float | None:
+    """Returns the median of the recorded step times after step `start`."""
+    seconds = [r["step_s"] for r in rows if "step_s" in r and r["step"] > start]
+    return float(np.median(seconds)) if seconds else None
+
+
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows = metrics.read(path)
     for number, row in enumerate(rows, start=1):
@@ -125,6 +133,18 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def _read_pipeline(path: Path) -> dict[str, Any] | None:
     content = _read_json(path)
     if content is not None and (missing := _PIPELINE_KEYS - content.keys()):
+        raise ValueError(
+            f"{path}: found no {', '.join(sorted(missing))}; restore or remove the file"
+        )
+    return content
+
+
+def _read_forecast(path: Path) -> dict[str, Any] | None:
+    content = _read_json(path)
+    wanted = {"start", "reason"}
+    if content is not None and "reason" not in content:
+        wanted = {"start", "plan", "seconds"}
+    if content is not None and (missing := wanted - content.keys()):
         raise ValueError(
             f"{path}: found no {', '.join(sorted(missing))}; restore or remove the file"
         )

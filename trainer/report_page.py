@@ -105,6 +105,16 @@ padding:.35rem .7rem;width:min(20rem,100%)}
 .schedule{overflow-x:auto;margin:1.2rem 0}
 .schedule svg{display:block;max-width:max(100%,46rem);height:auto}
 .schedule pre{white-space:pre}
+.bars{list-style:none;margin:.5rem 0 0;padding:.6rem 1.2rem;background:var(--card);
+border:1px solid var(--rule);border-radius:10px;font-size:.83rem;break-inside:avoid}
+.bars li{display:grid;grid-template-columns:minmax(0,22rem) 8.5rem minmax(0,1fr);
+gap:.2rem 1rem;align-items:center;padding:.22rem 0}
+.bars small{color:var(--soft)}
+.bars b{font-weight:500;text-align:right;white-space:nowrap}
+.bars i{display:block;height:.7rem;background:var(--grid);border-radius:3px;
+overflow:hidden}
+.bars u{display:block;height:100%;min-width:1px;background:var(--main)}
+.bars .over u{background:var(--bad)}
 .note{margin:.8rem 0 0;color:var(--soft);font-size:.85rem}
 details{margin-top:.8rem}
 summary{cursor:pointer;color:var(--soft);font-size:.85rem}
@@ -116,11 +126,12 @@ footer{margin-top:3rem;color:var(--soft);font-size:.8rem}
 .charts{grid-template-columns:minmax(0,1fr)}.wide .pane{grid-template-rows:14rem 1.5rem}
 .chart{padding:.9rem .9rem .7rem}
 .figures div{padding:.8rem .9rem}.figures dd{font-size:1.35rem}
-th,td{padding:.38rem .6rem}}
+th,td{padding:.38rem .6rem}
+.bars li{grid-template-columns:minmax(0,1fr) auto}.bars i{grid-column:1/-1}}
 @media print{:root{--paper:#fff;--card:#fff;--ink:#1f2328;--soft:#555;--rule:#ddd;
 --grid:#eee;--main:#1c6e6a;--raw:#9cc5c1;--eval:#b4531f;--mark:#fdf3dc}
 main{max-width:none;padding:0}.switch,.tools{display:none}
-.swatch,tr.changed>*{print-color-adjust:exact}
+.swatch,tr.changed>*,.bars i,.bars u{print-color-adjust:exact}
 .scroll,pre{max-height:none;overflow:visible}}
 """
 

@@ -3,11 +3,9 @@
 from html import escape
 from typing import Any
 
-import numpy as np
-
 from ..sharding.pipeline import Schedule, make, picture
 from .curves import short_number
-from .report_data import Run, columns
+from .report_data import Run, median_step_seconds
 from .report_tables import code, section, table
 
 # Operations that are drawn, about 350 kB of them; more would make the page slow.
@@ -60,11 +58,9 @@ def pipeline(run: Run) -> str:
 
 def _measured(run: Run, found: dict[str, Any]) -> list[list[str]]:
     """Returns the measured step time and its bubble, of the steps by this schedule."""
-    rows = [row for row in run.train if row["step"] > found["start"]]
-    _, seconds = columns(rows).get("step_s", ((), np.array([])))
-    if len(seconds) == 0:
+    median = median_step_seconds(run.train, found["start"])
+    if median is None:
         return [["Step time, measured", "not yet"]]
-    median = float(np.median(seconds))
     return [
         ["Step time, measured", f"{_seconds(median)}, the median"],
         [

@@ -118,8 +118,13 @@ class Setup:
         """A digest of the program, equal in all processes of a job."""
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
 
-    def compile(self) -> Any:
+    @functools.cached_property
+    def _compiled(self) -> Any:
         return self.lowered.compile()
+
+    def compile(self) -> Any:
+        """The train step as it runs; whoever asks again gets the same."""
+        return self._compiled
 
 
 def prepare(config: "Config", devices: Any = None) -> Setup:

@@ -26,6 +26,8 @@ from .data import Source
 from .ledger import Ledger
 from .optimizers import Optimizer
 from .pipelining import Pipelining
+from .plan import forecast as forecast_lib
+from .plan.comparison import compare
 from .pulse import ALLOW_SECONDS, Pulse
 from .report import write_report
 from .run_folder import RunFolder, environment
@@ -260,7 +262,9 @@ def train(
                 if position.step:
                     console.print(f"Resuming from step {position.step}")
                 _write_pipeline(setup, folder, position.step)
+                forecast = _foretell(setup, folder, position.step, called, console)
                 state = session.train(position)
+                _compare(forecast, setup, folder, console)
         finally:
             checkpoints.close()
         ledger.event("done", step=int(state.step))
@@ -309,6 +313,38 @@ def _write_pipeline(setup: Setup, folder: RunFolder, start: int) -> None:
         folder.remove("pipeline.json")
     else:
         folder.write_json("pipeline.json", setup.pipeline.to_json(start))
+
+
+def _foretell(
+    setup: Setup,
+    folder: RunFolder,
+    start: int,
+    called: rollcall.Record,
+    console: Console,
+) -> forecast_lib.Forecast | None:
+    """What a step will take, by the process that speaks for all."""
+    if jax.process_index() != 0:
+        return None
+    forecast = forecast_lib.foretell(setup, start, called.hosts)
+    folder.write_json(forecast_lib.FILE, forecast.to_json())
+    console.print(forecast.line(), markup=False)
+    return forecast
+
+
+def _compare(
+    forecast: forecast_lib.Forecast | None,
+    setup: Setup,
+    folder: RunFolder,
+    console: Console,
+) -> None:
+    """How right the forecast was; where there was none, that has been said."""
+    if forecast is None or forecast.plan is None:
+        return
+    measured = forecast_lib.measure(setup, folder.path, forecast.start)
+    document = forecast.to_json(measured)
+    folder.write_json(forecast_lib.FILE, document)
+    for line in compare(document):
+        console.print(line, markup=False)
 
 
 def _show(setup: Setup, folder: RunFolder, state: State, console: Console) -> None:

@@ -109,7 +109,8 @@ class Case:
     def takes_slice(self, axes: Sequence[str]) -> bool:
         """Whether groups along these axes are whole slices of a 3-D torus.
 
-        There the compiler makes all-reduces of gathers and scatters (seen on v5p).
+        There the compiler makes all-reduces of scatters (seen on v5p), and of gathers
+        too where the torus does not close to rings.
         """
         size = math.prod(self.sizes[axis] for axis in axes)
         return self.target.device.torus == 3 and size == math.prod(self.target.shape)
@@ -163,7 +164,7 @@ def make_case(config: "Config", target: Target) -> Case:
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=_costs(model, rows, length, "tpu" if is_torus else "gpu"),
+        costs=_costs(model, rows, length, target.device.platform),
     )
 
 

@@ -18,6 +18,9 @@ from jax.experimental import topologies
 from ...sharding import audit, hlo
 from ..setup import prepare
 
+# Attention as one kernel: cuDNN's, or one written for TPUs.
+ATTENTION_KERNELS = ('"__cudnn$fmha', '"tpu_custom_call"')
+
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
@@ -59,22 +62,18 @@ def main(job: Path, dump: Path) -> None:
         eval_batches=0,
         sample_prompt=None,
     )
-    options: dict[str, Any] = {}
-    if facts["topology"].startswith("v4:"):
-        # Both cores of a chip as one device, as they run; otherwise there are twice
-        # as many.
-        options["chip_config_name"] = "megacore"
-    found = topologies.get_topology_desc(
-        platform="tpu", topology_name=facts["topology"], **options
-    )
+    found = topologies.get_topology_desc(**facts["topology"])
     setup = prepare(config, found.devices)
     begin = time.perf_counter()
     compiled = setup.compile()
     seconds = time.perf_counter() - begin
-    (program,) = dump.glob("*jit_train_step*.after_optimizations.txt")
+    # libtpu writes ".after_optimizations", XLA for GPUs "_gpu_after_optimizations".
+    (program,) = dump.glob("*jit_train_step*after_optimizations.txt")
     text = program.read_text()
     job.with_suffix(".hlo").write_text(text)
-    memory, collectives = compiled.memory_analysis(), audit(text, setup.mesh)
+    # GPUs run one program; only TPU slices each have their own.
+    dcn = config.mesh.dcn if "num_slices" in facts["topology"] else None
+    memory, collectives = compiled.memory_analysis(), audit(text, setup.mesh, dcn=dcn)
     totals = collectives.by_kind_and_axes()
     sources: dict[tuple[str, tuple[str, ...], str], int] = {}
     for one in collectives.collectives:
@@ -86,6 +85,7 @@ def main(job: Path, dump: Path) -> None:
         "peak": memory.peak_memory_in_bytes,
         "flops": hlo.flops(text),
         "seconds": seconds,
+        "fused": any(kernel in text for kernel in ATTENTION_KERNELS),
         "collectives": [(*key, *count) for key, count in totals.items()],
         "sources": [(*key, count) for key, count in sources.items()],
     }

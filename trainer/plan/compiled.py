@@ -1,12 +1,11 @@
 """The real train step, compiled for a target that is not here, beside its plan.
 
-It runs in a process of its own: libtpu makes every start of jax slower, and a compiler
+It runs in a process of its own: a compiler makes every start of jax slower, and one
 that fails must not take the plan with it. The program's text is read from what the
 compiler writes to a folder, since jax cannot read every program of a newer libtpu.
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import pickle
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ...sharding.text import align, human_bytes
+from .compilers import find_compiler
 from .predict import Plan
+from .program import model_program
 from .traffic import by_axes
 
 MODULE = "meshloom.trainer.plan.compile_worker"
@@ -33,6 +34,9 @@ class Compiled:
         temporaries, which has gaps.
       collectives: (kind, axes, count, bytes) of each kind over each set of axes.
       sources: (kind, axes, source line, bytes) of the same.
+      modelled: the program's time and what of its collectives runs beside other work
+        (program.py: Modelled.summary).
+      fused: whether attention is one kernel in it; None where nobody looked.
     """
 
     arguments: int
@@ -42,6 +46,8 @@ class Compiled:
     seconds: float
     collectives: tuple[tuple[str, tuple[str, ...], int, int], ...]
     sources: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
+    modelled: dict[str, Any] | None = None
+    fused: bool | None = None
 
     @property
     def reserved(self) -> int:
@@ -83,7 +89,30 @@ class Compiled:
                 rows.append(_row(f"  over {','.join(axes)}", *both))
         text = align(rows, right=(1, 2, 3))
         lines = [f"  compiled in {self.seconds:.0f} s", *self._unexpected(plan)]
-        return "\n".join([text, *lines])
+        if self.fused is not None and self.fused != plan.case.costs.fused:
+            words = ("stores its scores", "is one kernel")
+            lines.append(
+                f"  not as planned: attention {words[self.fused]} in this program, and "
+                f"{words[not self.fused]} in the plan"
+            )
+        return "\n".join([text, *self._time(plan), *lines])
+
+    def _time(self, plan: Plan) -> list[str]:
+        found = self.modelled
+        if found is None:
+            return ["  modelled step: not known of a program over several slices"]
+        seconds, device = found["seconds"], plan.target.device
+        bound = plan.flops.model / device.flops / seconds
+        parts = sorted(found["parts"].items(), key=lambda part: -part[1])
+        words = [
+            f"{1000 * s:.3g} ms {part}" for part, s in parts if s >= 0.005 * seconds
+        ]
+        return [
+            f"  modelled step {1000 * seconds:.3g} ms: {'; '.join(words)}",
+            f"  MFU at most {bound:.0%} by it. It ranks programs; it predicts no clock",
+            f"  asynchronous {found['asynchronous']} of {found['collectives']} "
+            f"collectives, hiding {1000 * found['hidden']:.3g} ms",
+        ]
 
     def _unexpected(self, plan: Plan) -> list[str]:
         expected = {(t.kind, frozenset(t.axes)) for t in plan.transfers}
@@ -118,60 +147,80 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
     Args:
       keep: a file for the text of the optimized program.
     """
-    topology = plan.target.topology
-    if plan.target.num_slices > 1:
-        # The compiler makes a program of one slice, and what crosses the network is no
-        # collective of it: the audit would miss that.
+    target = plan.target
+    crossed = [axis for axis, n in (plan.case.spec.dcn or {}).items() if n > 1]
+    if len(crossed) > 1:
         raise ValueError(
-            f"--compile for {plan.target.name}: a program over several slices cannot "
-            f"be compared yet. Compile one slice of it, --target {topology}, or leave "
-            "out --compile."
+            f"--compile for {target.name}: the axes {', '.join(crossed)} cross slices, "
+            "and the program does not say which of them a transfer is along. Let one "
+            "axis cross, or leave out --compile."
         )
-    if importlib.util.find_spec("libtpu") is None:
+    if crossed and not target.device.torus:
         raise ValueError(
-            f"--compile for {topology}: libtpu, the compiler for TPUs, is not "
-            "installed. Install it with pip install 'meshloom[tpu]', best in an "
-            "environment of its own, and run the same command there."
+            f"--compile for {target.name}: mesh {plan.case.spec} has a dcn part, and "
+            "the compiler for GPUs knows no slices. Leave the part after / out: "
+            "neighbours on the mesh share a node all the same."
         )
+    compiler = find_compiler(target)
     with tempfile.TemporaryDirectory(prefix="meshloom-compile-") as folder:
         job = Path(folder) / "job.pickle"
         facts = {
             "config": plan.config,
             "mesh": plan.case.spec,
-            "topology": topology,
+            "topology": compiler.topology,
         }
         job.write_bytes(pickle.dumps(facts))
         dump = Path(folder) / "dump"
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        # libtpu looks for the TPU machine it runs on; nothing here needs one.
-        quiet = {
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_ACCELERATOR_TYPE": "",
-        }
+        # XLA takes the last of equal flags, so the user's come after ours.
+        flags = [*compiler.flags, os.environ.get("XLA_FLAGS", "")]
+        flags += [f"--xla_dump_to={dump}"]
         done = subprocess.run(
             [sys.executable, "-m", MODULE, str(job), str(dump)],
-            env={**quiet, **os.environ, "XLA_FLAGS": flags.strip()},
+            env={
+                **compiler.environment,
+                **os.environ,
+                "XLA_FLAGS": " ".join(flags),
+            },
             capture_output=True,
             text=True,
         )
         result = Path(folder) / "job.json"
         if done.returncode or not result.exists():
             raise Refused(
-                f"--compile for {topology}: the compiler refused the step: "
-                f"{_reason(done.stderr)}"
+                f"--compile for {target.name}: the compiler refused the step: "
+                f"{reason(done.stderr)}"
             )
         if keep is not None:
             shutil.copy(Path(folder) / "job.hlo", keep)
         found = json.loads(result.read_text())
+        found["modelled"] = _modelled(plan, (Path(folder) / "job.hlo").read_text())
     for name in ("collectives", "sources"):
         found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
     return Compiled(**found)
 
 
-def _reason(errors: str) -> str:
-    """The line that says why, of all that a failed process wrote."""
+def _modelled(plan: Plan, text: str) -> dict[str, Any] | None:
+    if plan.target.device.torus and plan.target.num_slices > 1:
+        # The program is that of one slice, and what crosses the network is no
+        # collective of it.
+        return None
+    sizes, dcn = plan.case.sizes, plan.case.spec.dcn
+    return model_program(text, plan.target, sizes, dcn=dcn).summary()
+
+
+def reason(errors: str) -> str:
+    """The line that says why, of all that a failed process wrote, and a remedy."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "Used " in line]
-    return (telling or lines or ["it said nothing"])[-1][:500]
+    line = (telling or lines or ["it said nothing"])[-1][:500]
+    found = [remedy for words, remedy in REMEDIES.items() if words in errors]
+    return " ".join([line, *found])
+
+
+REMEDIES = {
+    "cuDNN not found": "Install it with pip install nvidia-cudnn-cu12, or compile "
+    "attention without its kernel: --set model.attention='\"xla\"'.",
+    # jax asserts that an array is not cut by hand, as all are in a pipeline.
+    "in _custom_partitioning_partition": "jax cannot cut cuDNN's attention inside a "
+    "pipeline. Compile it without: --set model.attention='\"xla\"'.",
+}

@@ -34,6 +34,7 @@ class Cutting:
         self._cuts: dict[Any, tuple[tuple[str, ...], ...]] = {}
         self._bytes: dict[Any, int] = {}
         self._resident: dict[Any, dict[str, int]] = {}
+        self.totals: dict[Any, float] = {}  # for arrays.py, of what it has summed
         self.params = self._tree(state.params, axes.params, "param")
         self.opt_state = self._tree(state.opt_state, axes.opt_state, "optimizer")
         self.gradients = self._tree(state.params, axes.params, "optimizer")

@@ -1,9 +1,9 @@
 """Floating-point operations of one step on one device, of matrix products.
 
-A product is done once forward and twice backward (for both operands), once more where
-its policy recomputes it. In a pipeline every stage works at every tick, also where it
-has no microbatch of its own; a backward that does not keep everything begins with a
-forward of its own; and each stage does 1/S of the head. Elementwise work is not
+A product is done once forward and usually twice backward (for both operands), once
+more where its policy recomputes it. In a pipeline every stage works at every tick, also
+where it has no microbatch of its own; a backward that does not keep everything begins
+with a forward of its own; and each stage does 1/S of the head. Elementwise work is not
 counted: on these devices it is bound by memory.
 """
 
@@ -18,8 +18,6 @@ import jax.numpy as jnp
 from ...sharding.pipeline import Schedule
 from ...sharding.pipeline import loops as loops_lib
 from .case import Case
-
-BACKWARD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +74,15 @@ def flops(case: Case) -> Flops:
     each = {p.name: _device(case, p) for p in costs.products}
     forward = sum(each.values())
     again = sum(each[name] for name in costs.recomputed)
-    backward = BACKWARD * forward + again
+    backward = sum(p.backward * each[p.name] for p in costs.products) + again
     layers = case.layers
     if case.pipeline is not None:
         layers //= case.pipeline.schedule.num_chunks
         if not costs.keeps_weights:
             backward += forward
     blocks = layers * (times.forwards * forward + times.backwards * backward)
-    head = times.heads * (1 + BACKWARD) * _device(case, costs.head) / case.num_stages
+    head = times.heads * (1 + costs.head.backward) * _device(case, costs.head)
+    head /= case.num_stages
     shape = (case.config.batch_size, case.length)
     model = case.config.model.model_flops(
         {"inputs": jax.ShapeDtypeStruct(shape, jnp.int32)}

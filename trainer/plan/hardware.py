@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 _GIB = 2**30
+CPU = "cpu"  # a device with this name is one of those that share a machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Device:
       available: of hbm, what programs may use; None where that is not known to be less.
       cores: what a name such as v5p-128 counts for each chip.
       network: a device's share of what joins slices or nodes.
+      workspace: bytes that XLA gives a product by cuBLAS (read off its programs).
       source: where the numbers are published.
     """
 
@@ -42,7 +44,13 @@ class Device:
     wraps: int = 0
     available: float | None = None
     cores: int = 1
+    workspace: float = 0
     source: str = "the user"
+
+    @property
+    def platform(self) -> str:
+        """As models know it: what attention may be computed by."""
+        return "tpu" if self.torus else "cpu" if self.name == CPU else "gpu"
 
     @property
     def usable(self) -> float:
@@ -129,6 +137,7 @@ DEVICES = {
             hbm_bandwidth=3.35e12,
             link=450e9,
             network=400e9 / 8,
+            workspace=32 * 2**20,
             source=_GPU.format("H100"),
         ),
         Device(
@@ -138,6 +147,7 @@ DEVICES = {
             hbm_bandwidth=2.039e12,
             link=300e9,
             network=200e9 / 8,
+            workspace=4 * 2**20,
             source=_GPU.format("A100"),
         ),
     )
@@ -170,14 +180,15 @@ class Target:
         return self.num_slices * math.prod(self.shape)
 
     @property
-    def topology(self) -> str:
-        """The name that libtpu knows one slice by."""
-        if not self.device.torus:
-            raise ValueError(
-                f"target {self.name!r}: {self.device.name} is no TPU, and only for "
-                "TPUs can a step be compiled. Leave out --compile."
-            )
-        return f"{self.device.name}:{'x'.join(map(str, self.shape))}"
+    def wrap(self) -> tuple[bool, ...]:
+        """For each of three dimensions, whether it closes to a ring.
+
+        The compiler takes a slice for one without rings unless it is told, and then
+        makes slower programs: on v5p, all-reduces where it would gather.
+        """
+        wraps = self.device.wraps
+        rings = (bool(wraps) and size % wraps == 0 for size in self.shape)
+        return (*rings, False, False, False)[:3]
 
 
 def parse_target(text: str) -> Target:

@@ -18,6 +18,7 @@ beside those of the microbatch at hand; it keeps what waits in its slots.
 import dataclasses
 import math
 
+from .arrays import Values, Weights, of_each, total_bytes
 from .case import Case, more_cut
 from .cutting import FLOAT32
 
@@ -27,11 +28,16 @@ UNROLLED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Something that takes memory at a moment; `detail` says which arrays."""
+    """Something that takes memory at a moment; `detail` says which arrays in words."""
 
     name: str
     bytes: int
     detail: str = ""
+    arrays: tuple[Weights | Values, ...] = ()
+
+
+def part(case: Case, name: str, detail: str, *arrays: Weights | Values) -> Part:
+    return Part(name, total_bytes(case, arrays), detail, arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,113 +76,125 @@ class Memory:
 
 def memory(case: Case) -> Memory:
     moments = _pipeline_moments(case) if case.pipeline else _moments(case)
+    if case.target.device.platform == "gpu":
+        from .gpu import on_gpu  # which needs Part
+
+        moments = on_gpu(case, moments)
     return Memory(state_parts(case), moments)
 
 
 def state_parts(case: Case) -> tuple[Part, ...]:
     """What stays from step to step; neither remat nor microbatches change it."""
     return (
-        Part("parameters", sum(case.resident(case.params).values())),
-        Part("optimizer state", sum(case.resident(case.opt_state).values())),
+        part(case, "parameters", "", Weights("params")),
+        part(case, "optimizer state", "", Weights("opt_state")),
         Part("batch", _batch_bytes(case)),
     )
 
 
 def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
     costs = case.costs
-    blocks, outside = _gradients(case)
-    kept = _kept(case, case.layers)
-    common = []
+    gradients = Weights("gradients", itemsize=FLOAT32)
+    head = Weights("compute", costs.head.weight, case.itemsize)
+    residual = Values(costs.residual, 3)
+    kept, sums = _kept(case), ()
     if case.num_microbatches > 1:
-        common.append(Part("gradient sums", blocks + outside, "of microbatches"))
-    common.append(Part("weights, cast", _cast(case), "of all blocks, as stored"))
-    head = case.resident(case.compute, case.itemsize)[costs.head.weight]
-    residual = case.bytes(costs.residual)
+        sums = (part(case, "gradient sums", "of microbatches", gradients),)
+    common = (*sums, _cast(case), *kept)
     return {
         "head": (
             *common,
-            *kept,
             _logits(case),
-            Part("weights, gathered", head, "of the head"),
-            Part("residual stream", 3 * residual, "before and after the last norm"),
+            part(case, "weights, gathered", "of the head", head),
+            part(case, "residual stream", "before and after the last norm", residual),
         ),
         "backward": (
             *common,
-            *kept,
-            Part("gradients", blocks + _head_gradient(case), "of blocks and head"),
+            *_gradients(case),
             _gathered_block(case),
-            Part("residual stream", 3 * residual, "input, gradient, sum"),
+            part(case, "residual stream", "input, gradient, sum", residual),
             _working(case),
         ),
-        "update": (*common[:-1], Part("gradients", blocks + outside, "of all")),
+        "update": (*sums, part(case, "gradients", "of all", gradients)),
     }
 
 
 def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
     assert case.pipeline is not None
-    costs, S = case.costs, case.num_stages
+    costs, residual = case.costs, case.costs.residual
     slots, R = case.pipeline.schedule.num_slots, case.pipeline.schedule.num_chunks
-    whole = case.resident(case.compute, FLOAT32)
-    stage = sum(b for path, b in whole.items() if case.is_block(path))
-    outside = sum(b for path, b in whole.items() if not case.is_block(path))
-    ratio = case.itemsize / FLOAT32
-    residual = case.bytes(costs.residual)
-    stored, stored_outside = _gradients(case)
-    # Of several chunks the one at hand is copied out, for the loop over its layers.
-    chunk_copy = stage / R if R > 1 else 0
-    if case.config.pipeline.gather == "step":
-        weights = Part(
-            "weights, gathered",
-            round(ratio * (stage + chunk_copy + outside)),
-            "of the stage and outside",
-        )
-        sums = Part("gradient sums", stage + outside, "of the stage and outside")
-    else:
-        layer = round(stage / case.layers)
-        weights = Part("weights, gathered", round(ratio * (2 * layer + outside)), "")
-        sums = Part("gradient sums", stored + stored_outside + layer, "as stored")
-    kept = case.layers // R * _sum(case, costs.kept)
-    chunk: tuple[Part, ...] = ()
+    layers = case.layers // R
     if costs.keeps_weights:
         # Every microbatch in flight has all that its layers keep, and their result.
-        each = kept + _sum(case, costs.kept_once) + residual
-        in_flight = Part("in flight", slots * each, f"{slots} microbatches' values")
+        in_flight = part(
+            case,
+            "in flight",
+            f"{slots} microbatches' values",
+            *of_each(costs.kept, slots * layers),
+            *of_each((*costs.kept_once, residual), slots),
+        )
+        chunk = ()
     else:
-        in_flight = Part("in flight", slots * residual, f"{slots} inputs of chunks")
-        chunk = (Part("kept", kept, "of one microbatch"),)
+        words = f"{slots} inputs of chunks"
+        in_flight = part(case, "in flight", words, Values(residual, slots))
+        kept = of_each(costs.kept, layers)
+        chunk = (part(case, "kept", "of one microbatch", *kept),)
     common = (
-        weights,
-        sums,
+        *_pipeline_weights(case),
         in_flight,
-        Part("residual stream", 4 * residual, "between stages"),
+        part(case, "residual stream", "between stages", Values(residual, 4)),
     )
+    outside = Weights("compute", "outside", FLOAT32)
+    stage = Weights("compute", "blocks", FLOAT32, 1 / R)
+    logits = Values(costs.logits, 1 / case.num_stages)
+    gradients = Weights("gradients", itemsize=FLOAT32)
     return {
         "head": (
             *common,
-            Part("logits", case.bytes(costs.logits, share=1 / S), "of a stage's part"),
-            Part("gradients", outside, "outside the blocks, of one microbatch"),
+            part(case, "logits", "of a stage's part", logits),
+            part(case, "gradients", "outside the blocks, of one microbatch", outside),
         ),
         "backward": (
             *common,
             *chunk,
-            Part("gradients", round(stage / R), "of one microbatch"),
+            part(case, "gradients", "of one microbatch", stage),
             _working(case),
         ),
-        "update": (Part("gradients", stored + stored_outside, "of all"),),
+        "update": (part(case, "gradients", "of all", gradients),),
     }
 
 
-def _kept(case: Case, layers: int) -> list[Part]:
-    parts = [
-        Part("kept", layers * case.bytes(array), f"{array.name} of {layers} blocks")
-        for array in case.costs.kept
-    ]
+def _pipeline_weights(case: Case) -> tuple[Part, Part]:
+    """Gathered weights and sums of their gradients."""
+    assert case.pipeline is not None
+    R = case.pipeline.schedule.num_chunks
+    outside = Weights("compute", "outside", case.itemsize, tiled_as=FLOAT32)
+    if case.config.pipeline.gather == "step":
+        # Of several chunks the one at hand is copied out, for the loop over its layers.
+        times = 1 + 1 / R if R > 1 else 1
+        words = "of the stage and outside"
+        sums = (Weights("compute", itemsize=FLOAT32),)
+    else:
+        times, words = 2 / case.layers, "of two layers and outside"
+        layer = Weights("compute", "blocks", FLOAT32, 1 / case.layers)
+        sums = (Weights("gradients", itemsize=FLOAT32), layer)
+    blocks = Weights("compute", "blocks", case.itemsize, times, tiled_as=FLOAT32)
+    return (
+        part(case, "weights, gathered", words, blocks, outside),
+        part(case, "gradient sums", "of the stage and outside", *sums),
+    )
+
+
+def _kept(case: Case) -> list[Part]:
+    found = []
+    for array in case.costs.kept:
+        words = f"{array.name} of {case.layers} blocks"
+        found.append(part(case, "kept", words, Values(array, case.layers)))
     if case.costs.keeps_weights:
-        gathered = case.resident(case.compute, case.itemsize)
-        blocks = sum(b for path, b in gathered.items() if _is_gathered(case, path))
-        if blocks:
-            parts.append(Part("kept", blocks, "gathered weights of all blocks"))
-    return parts
+        weights = Weights("compute", "matrices", case.itemsize)
+        kept = part(case, "kept", "gathered weights of all blocks", weights)
+        found += [kept] if kept.bytes else []
+    return found
 
 
 def _working(case: Case) -> Part:
@@ -186,9 +204,11 @@ def _working(case: Case) -> Part:
     heads = scores.axes.index("heads")
     is_cut = case.cuts(("heads",), (scores.shape[heads],))
     attention = costs.attention + (costs.attention_cut if is_cut else ())
-    by_part = {"attention": _sum(case, attention), "mlp": _sum(case, costs.mlp)}
-    name = max(by_part, key=lambda name: by_part[name])
-    return Part("working", by_part[name], f"{name} of one block")
+    parts = [
+        part(case, "working", f"{name} of one block", *of_each(arrays))
+        for name, arrays in (("attention", attention), ("mlp", costs.mlp))
+    ]
+    return max(parts, key=lambda found: found.bytes)
 
 
 def _logits(case: Case) -> Part:
@@ -197,7 +217,6 @@ def _logits(case: Case) -> Part:
     A ring of the head's gradient is a loop, and what a loop reads must be stored; up to
     UNROLLED devices it is no loop. A GPU's products take stored operands only.
     """
-    size = case.bytes(case.costs.logits)
     head = case.costs.head.weight
     stored, whole = (
         next(a for a in tree.arrays if a.path == head)
@@ -208,51 +227,37 @@ def _logits(case: Case) -> Part:
         math.prod(case.sizes[axis] for axis in axes) > UNROLLED
     )
     if is_loop or not case.target.device.torus:
-        return Part("logits", 2 * size, "and their gradient")
-    return Part("logits", size)
+        return part(case, "logits", "and their gradient", Values(case.costs.logits, 2))
+    return part(case, "logits", "", Values(case.costs.logits))
 
 
-def _sum(case: Case, arrays) -> int:
-    return sum(case.bytes(array) for array in arrays)
+def _gradients(case: Case) -> tuple[Part, ...]:
+    """Gradients there are when blocks go backward.
 
-
-def _gradients(case: Case) -> tuple[int, int]:
-    """(of the blocks, outside) as stored, in float32."""
-    found = case.resident(case.gradients, FLOAT32)
-    blocks = sum(b for path, b in found.items() if case.is_block(path))
-    return blocks, sum(found.values()) - blocks
-
-
-def _head_gradient(case: Case) -> int:
-    """It waits for the update: scattered, or whole where the sum is an all-reduce."""
-    head = case.costs.head.weight
-    stored, whole = (
-        next(a for a in tree.arrays if a.path == head)
-        for tree in (case.gradients, case.compute)
+    Over several slices the head's comes after those of all blocks: logits wait for it.
+    """
+    blocks = Weights("gradients", "blocks", FLOAT32)
+    if not case.target.device.torus or case.target.num_slices == 1:
+        head = Weights("gradients", case.costs.head.weight, FLOAT32)
+        return (part(case, "gradients", "of blocks and head", blocks, head),)
+    logits = Values(case.costs.logits)
+    return (
+        part(case, "gradients", "of blocks", blocks),
+        part(case, "logits", "for the head's gradient", logits),
     )
-    if case.takes_slice(more_cut(stored, whole)):
-        return case.resident(case.compute, case.itemsize)[head]
-    return case.resident(case.gradients, FLOAT32)[head]
 
 
-def _cast(case: Case) -> int:
-    """Of stored block weights, where they are stored in another type."""
-    stored = case.params.arrays
-    if all(a.itemsize == case.itemsize for a in stored):
-        return 0
-    found = case.resident(case.params, case.itemsize)
-    return sum(b for path, b in found.items() if _is_gathered(case, path))
+def _cast(case: Case) -> Part:
+    """Of stored block matrices, where they are stored in another type."""
+    is_same = all(a.itemsize == case.itemsize for a in case.params.arrays)
+    arrays = () if is_same else (Weights("params", "matrices", case.itemsize),)
+    return part(case, "weights, cast", "of all blocks, as stored", *arrays)
 
 
 def _gathered_block(case: Case) -> Part:
-    found = case.resident(case.compute, case.itemsize)
-    total = sum(b for path, b in found.items() if _is_gathered(case, path))
-    return Part("weights, gathered", total // case.layers, "of one block")
-
-
-def _is_gathered(case: Case, path: str) -> bool:
-    """Whether it is a block's matrix; vectors are small and stay as they are."""
-    return path in {p.weight for p in case.costs.products}
+    """Its matrices; vectors are small and stay as they are."""
+    block = Weights("compute", "matrices", case.itemsize, 1 / case.layers)
+    return part(case, "weights, gathered", "of one block", block)
 
 
 def _batch_bytes(case: Case) -> int:

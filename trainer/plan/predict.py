@@ -57,8 +57,8 @@ class Plan:
 
     @property
     def seconds_an_example(self) -> float:
-        """Without any overlap: what plans are compared by."""
-        return self.roofline.serial / self.config.batch_size
+        """What plans are compared by."""
+        return self.roofline.step / self.config.batch_size
 
     def next_limit(self) -> str:
         """What runs out first if the batch grows."""
@@ -86,9 +86,10 @@ class Plan:
         case, device = self.case, self.target.device
         return {
             "target": {
-                "name": self.target.name,
-                "devices": self.target.num_devices,
                 **dataclasses.asdict(device),
+                "name": self.target.name,
+                "device": device.name,
+                "devices": self.target.num_devices,
             },
             "mesh": case.sizes,
             "plan": self.config.plan,
@@ -101,7 +102,10 @@ class Plan:
                 "arguments": self.memory.arguments,
                 "temporaries": self.memory.temporaries,
                 "moment": self.memory.peak_moment,
-                "parts": [dataclasses.asdict(part) for part in self.memory.parts],
+                "parts": [
+                    {"name": part.name, "bytes": part.bytes, "detail": part.detail}
+                    for part in self.memory.parts
+                ],
                 "moments": {
                     name: sum(part.bytes for part in parts) + self.memory.arguments
                     for name, parts in self.memory.moments.items()
@@ -115,6 +119,7 @@ class Plan:
             "seconds": {
                 **self.roofline.parts,
                 "overlapped": self.roofline.overlapped,
+                "step": self.roofline.step,
                 "serial": self.roofline.serial,
             },
             "mfu_overlapped": self.mfu,

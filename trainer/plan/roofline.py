@@ -1,10 +1,16 @@
-"""How long a step takes at the least, by what it must compute, move and send.
+"""How long a step takes, by what it must compute, move and send.
 
-Compute is executed products at the device's peak. Memory is what must pass through HBM
-if every fusion is perfect: the state once in and out, weights at each use, what is kept
-written and read, scores and logits likewise. Network is what each mesh axis sends over
-the links it has. If all three overlap perfectly a step takes as long as the longest; if
-nothing overlaps, their sum. A real step is between the two.
+Compute is executed products at the device's peak. Memory is what passes through HBM
+in operations that it bounds: norms and other elementwise work, what is kept for the
+backward pass written and read, the state at the update, gradients added up; attention
+that stores its scores, as far as that takes longer than its products. Network is what
+each mesh axis sends over the links it has; `exposed` of it is what a step waits for.
+
+How often an array passes through HBM, and what XLA runs beside products, was read off
+compiled programs (program.py models their time; docs/plan.md compares). Rings of
+products and a pipeline's permutes are asynchronous everywhere. Gathers of weights are
+too where chips form a 2-D torus and on GPUs, but for the first product of a block,
+which has nothing to hide behind. Sums and scatters are waited for.
 
 Which links an axis has: the last mesh axis (tensor) takes neighbours first. On a torus
 an axis that takes a whole dimension sends both ways round a ring if that dimension
@@ -14,22 +20,29 @@ What is left crosses the network between slices or nodes.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from ...sharding.mesh import AXES
 from .case import Case
 from .cutting import FLOAT32
-from .flops import BACKWARD, Flops, ticks
+from .flops import Flops, ticks
+from .hardware import Target
 from .traffic import Transfer
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How one mesh axis is laid: `near` devices over `bandwidth`, `far` over DCN."""
+    """How one mesh axis is laid: `near` devices over `bandwidth`, `far` over DCN.
+
+    Attributes:
+      one_way: of what a device passes to its neighbour alone, in one direction.
+    """
 
     near: int
     bandwidth: float
     far: int = 1
     network: float = 1.0
+    one_way: float = 1.0
 
     def seconds(self, sent: float) -> float:
         """Of bytes that leave a device, in a ring over all near and far.
@@ -42,18 +55,26 @@ class Link:
         far = whole * (self.far - 1) / self.far / self.near / self.network
         return near + far
 
+    def pass_on(self, sent: float) -> float:
+        """Of bytes that every device passes to the next one; the slowest counts."""
+        return sent / (self.network if self.far > 1 else self.one_way)
+
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
     """Seconds of one step.
 
     Attributes:
-      network: by mesh axes, joined with a comma.
+      memory: of operations bound by it; products that memory bounds count by the part
+        that is longer, so compute and memory add up.
+      network: by mesh axes, joined with a comma; `exposed` is the part of it that
+        nothing hides.
     """
 
     compute: float
     memory: float
     network: dict[str, float]
+    exposed: dict[str, float]
 
     @property
     def parts(self) -> dict[str, float]:
@@ -62,61 +83,134 @@ class Roofline:
 
     @property
     def overlapped(self) -> float:
+        """If all overlaps perfectly: as long as the longest part."""
         return max(self.compute, self.memory, sum(self.network.values()))
 
     @property
+    def step(self) -> float:
+        """With what XLA runs beside products hidden: what plans are compared by."""
+        return self.compute + self.memory + sum(self.exposed.values())
+
+    @property
     def serial(self) -> float:
+        """If nothing overlaps: the sum."""
         return self.compute + self.memory + sum(self.network.values())
 
 
 def roofline(case: Case, flops: Flops, transfers: tuple[Transfer, ...]) -> Roofline:
-    device, found = case.target.device, links(case)
+    device = case.target.device
+    compute, memory = flops.executed / device.flops, memory_seconds(case)
+    found = links(case.target, case.sizes, case.spec.dcn)
     network: dict[str, float] = {}
+    beside: dict[str, float] = {}
     for transfer in transfers:
         # Over several axes the slowest one sets the pace.
-        axes = ",".join(transfer.axes)
-        sent = transfer.sent(case.sizes)
-        seconds = max(found[axis].seconds(sent) for axis in transfer.axes)
+        axes, sent = ",".join(transfer.axes), transfer.sent(case.sizes)
+        if transfer.kind == "collective-permute":  # half goes each way
+            each = (found[axis].pass_on(transfer.bytes / 2) for axis in transfer.axes)
+        else:
+            each = (found[axis].seconds(sent) for axis in transfer.axes)
+        seconds = max(each)
         network[axes] = network.get(axes, 0.0) + seconds
-    moved = hbm_bytes(case)
-    return Roofline(
-        flops.executed / device.flops, moved / device.hbm_bandwidth, network
-    )
+        beside[axes] = beside.get(axes, 0.0) + seconds * _beside(case, transfer)
+    # No more is hidden than there is to hide behind.
+    share = min(1.0, (compute + memory) / (sum(beside.values()) or 1.0))
+    exposed = {axes: s - share * beside[axes] for axes, s in network.items()}
+    return Roofline(compute, memory, network, exposed)
 
 
-def hbm_bytes(case: Case) -> float:
-    """What passes through a device's memory in a step, at the least."""
-    costs, times = case.costs, ticks(case)
+def _beside(case: Case, transfer: Transfer) -> float:
+    """The share of a transfer that runs beside products."""
+    if transfer.kind == "collective-permute":
+        return 1.0
+    is_gather = transfer.kind == "all-gather" and transfer.what == "weights"
+    if not is_gather or case.pipeline or case.target.device.torus == 3:
+        return 0.0
+    uses = 1 if case.costs.keeps_weights else 2
+    later = total = 0
+    for array in case.compute.arrays:
+        is_block = case.is_block(array.path)
+        size = array.bytes_per_device * (uses if is_block else 1)
+        total += size
+        later += size * (is_block and array.path != case.costs.products[0].weight)
+    return later / total
+
+
+# How often arrays pass through HBM, read off compiled programs.
+RESIDUALS = 16  # the stream, in norms and sums of a block, forward and backward
+ELEMENTWISE = 2  # what a block's backward pass has alive beside scores
+SCORES, SCORES_AGAIN = 5, 2  # scores alive in the backward pass; where done again
+STAGE_GRADIENTS = 8  # a stage's weights in float32, each time its gradient is added
+
+
+def memory_seconds(case: Case) -> float:
+    """Of operations that are bound by memory, for a device and step."""
+    costs, times, device = case.costs, ticks(case), case.target.device
     layers = case.layers
     if case.pipeline is not None:
         layers //= case.pipeline.schedule.num_chunks
-    state = sum(case.resident(case.params).values())
-    state += sum(case.resident(case.opt_state).values())
-    gradients = sum(case.resident(case.gradients, FLOAT32).values())
-    gathered = case.resident(case.compute, case.itemsize)
-    block = sum(b for p, b in gathered.items() if case.is_block(p)) / case.layers
-    kept, working = (
-        sum(case.bytes(array) for array in arrays)
-        for arrays in (costs.kept, (*costs.attention, *costs.mlp))
+    state, gradients = (
+        sum(case.resident(case.params).values())
+        + sum(case.resident(case.opt_state).values()),
+        sum(case.resident(case.gradients, FLOAT32).values()),
     )
-    forward = block + kept + working / 2
-    backward = (BACKWARD + 1) * block + kept + 2 * working
-    head = (
-        3 * case.bytes(costs.logits) / case.num_stages + 3 * gathered[costs.head.weight]
-    )
-    return (
-        2 * (state + gradients)
-        + layers * (times.forwards * forward + times.backwards * backward)
-        + times.heads * head
-    )
+    working = [a for a in (*costs.attention, *costs.mlp) if not _is_scores(a)]
+    kept = [array for array in costs.kept if not _is_scores(array)]
+    block = RESIDUALS * case.bytes(costs.residual)
+    block += ELEMENTWISE * sum(map(case.bytes, working))
+    block += 2 * sum(map(case.bytes, kept))
+    attention = layers * times.forwards * _unfused(case)
+    head = 3 * times.heads * case.bytes(costs.logits) / case.num_stages
+    update = 2 * (state + gradients)
+    if case.pipeline is not None:
+        stage = layers * _block_weights(case)
+        update += times.backwards * STAGE_GRADIENTS * stage
+    elif case.num_microbatches > 1:
+        update += 3 * case.num_microbatches * gradients
+    moved = layers * times.forwards * block + head + update
+    return moved / device.hbm_bandwidth + attention
 
 
-def links(case: Case) -> dict[str, Link]:
-    target, dcn = case.target, dict(case.spec.dcn or {})
+def _unfused(case: Case) -> float:
+    """Seconds that a block's attention takes longer than its products, for scores."""
+    costs, device = case.costs, case.target.device
+    stored = [a for a in costs.attention if _is_scores(a) and a.itemsize == FLOAT32]
+    if not stored:
+        return 0.0
+    one = sum(map(case.bytes, stored)) / sum(array.count for array in stored)
+    # Where heads share keys, gradients of scores are stored in half the width.
+    alive = one * (1 + sum(array.count for array in stored) / 2)
+    again = "scores" in costs.recomputed
+    moved = alive * (SCORES + SCORES_AGAIN * again)
+    products = sum(
+        product.flops
+        / case.ways(product.axes, product.shape)
+        * (1 + product.backward + (product.name in costs.recomputed))
+        for product in costs.products
+        if not product.weight
+    )
+    return max(0.0, moved / device.hbm_bandwidth - products / device.flops)
+
+
+def _is_scores(array: Any) -> bool:
+    return array.name.startswith("scores")
+
+
+def _block_weights(case: Case) -> float:
+    """Bytes of a block's weights in float32, as whole as a device computes with."""
+    sizes = case.resident(case.compute, FLOAT32)
+    return sum(b for path, b in sizes.items() if case.is_block(path)) / case.layers
+
+
+def links(
+    target: Target, sizes: dict[str, int], dcn: Mapping[str, int] | None = None
+) -> dict[str, Link]:
+    """The links of every mesh axis larger than 1; `sizes` has the slowest first."""
+    dcn = dcn or {}
     device, room = target.device, list(target.shape)
     found = {}
-    for axis in reversed(AXES):
-        size = case.sizes[axis]
+    for axis in reversed(sizes):
+        size = sizes[axis]
         if size == 1:
             continue
         far = dcn.get(axis, 1)
@@ -126,13 +220,14 @@ def links(case: Case) -> dict[str, Link]:
             taken = math.gcd(left, room[i])
             if taken == 1:
                 continue
-            whole = taken == target.shape[i]
-            rings = bool(device.wraps) and whole and taken % device.wraps == 0
+            rings = taken == target.shape[i] and target.wrap[i]
             bandwidth += device.link * (2 if rings else 1)
             room[i] //= taken
             left //= taken
         if not device.torus:  # a switch joins the node, and what is left goes out
             near, far = near // left, far * left
             bandwidth = device.link
-        found[axis] = Link(near, bandwidth or device.link, far, device.network)
+        found[axis] = Link(
+            near, bandwidth or device.link, far, device.network, device.link
+        )
     return found

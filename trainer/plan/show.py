@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 
 from ...sharding.text import align, human_bytes
+from . import explain
 from .advice import cheapest_changes
 from .predict import Plan, plan
 from .smallest import in_words, smallest
@@ -30,6 +31,11 @@ def show(args: Namespace) -> int | None:
         from . import compiled as compiled_lib
 
         compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
+    if args.html is not None:
+        from ..report_plan import write_plan
+
+        name = " + ".join(args.config or ["default"])
+        write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)
     changes = [] if found.fits else cheapest_changes(found)
     if args.json:
         document = found.to_json() | {
@@ -41,11 +47,15 @@ def show(args: Namespace) -> int | None:
         }
         if compiled is not None:
             document["compiled"] = compiled.to_json()
+        if args.explain:
+            document["explain"] = explain.to_json(found)
         print(json.dumps(document, indent=1))
         return None if found.fits else DOES_NOT_FIT
     blocks = [_head(found), _memory(found), _work(found), _time(found)]
     if compiled is not None:
         blocks.append(compiled.table(found))
+    if args.explain:
+        blocks.append(explain.explain(found))
     _print("\n\n".join(blocks))
     device = found.target.device
     if found.fits:
@@ -153,9 +163,18 @@ def _time(found: Plan) -> str:
     rows = [("time of a step", "", "", "")]
     for name, seconds in line.parts.items():
         rows.append((f"  {name}", _seconds(seconds), _bar(seconds / line.serial), ""))
+    hidden = 1000 * (line.serial - line.step)
     rows.append(
         (
-            "  step",
+            "  step, modelled",
+            _seconds(line.step),
+            "",
+            f"{hidden:.3g} ms of the network hidden, as XLA runs it beside products",
+        )
+    )
+    rows.append(
+        (
+            "  bounds",
             f"{_seconds(line.overlapped)} to {_seconds(line.serial)}",
             "",
             f"if all overlaps, if nothing does; MFU at most {found.mfu:.0%}",

@@ -21,4 +21,11 @@ def bar(share: float, width: int = WIDTH) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    """0.0125 -> '12.5 ms'."""
+    # What three digits would round up to 1000 belongs to the next unit.
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
+    for unit, least in (("s", 1), ("ms", 1e-3)):
+        if seconds >= 0.9995 * least:
+            return f"{seconds / least:.3g} {unit}"
+    return f"{1e6 * seconds:.3g} µs"

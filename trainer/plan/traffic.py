@@ -4,7 +4,8 @@ Bytes are payloads as sharding/audit.py counts them: of one run, the array that 
 whole in the group. What goes over the wire is in `sent`.
 
   weights    each matrix is gathered in the type of computing where it is used, and
-             once more in the backward pass unless that was kept
+             once more in the backward pass unless that was kept. A table that is
+             larger than what is looked up stays cut: that goes by an all-to-all
   gradients  a matrix's gradient is scattered where its parameter is cut, in the type of
              computing. For TPUs the compiler makes a ring of the product and the
              scatter where it can: n + 1 sends of 1/n. The gradient of a look-up goes
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from .case import Case, more_cut
 from .cutting import FLOAT32
 from .flops import ticks
+from .gpu import gathers_of_head, pipeline_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +69,32 @@ def by_axes(transfers: tuple[Transfer, ...]) -> dict[tuple[str, ...], int]:
 
 def _weights(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
+    rings = all(case.target.wrap[: len(case.target.shape)])
     for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
         axes = more_cut(stored, whole)
+        if stored.path == "embedding" and _stays(case):
+            # Looked up where it is cut; what was found goes to whose it is.
+            moved = each * case.bytes(case.costs.residual)
+            yield Transfer("all-to-all", axes, moved, "weights")
+            continue
         uses = 1
         if case.is_block(stored.path) and not case.costs.keeps_weights:
             uses = 2
+        elif stored.path == case.costs.head.weight:
+            uses = gathers_of_head(case)
         size = whole.bytes_per_device // whole.itemsize * case.itemsize
-        kind = "all-reduce" if axes and case.takes_slice(axes) else "all-gather"
+        as_sum = axes and case.takes_slice(axes) and not rings
+        kind = "all-reduce" if as_sum else "all-gather"
         yield Transfer(kind, axes, each * uses * size, "weights")
+
+
+def _stays(case: Case) -> bool:
+    """Whether a look-up leaves its table cut (models/lookup.py)."""
+    if case.costs.head.weight == "embedding":
+        return False
+    num_rows = next(a for a in case.params.arrays if a.path == "embedding").shape[0]
+    shape = (case.rows, case.length)
+    return math.prod(shape) // case.ways(("batch", "length"), shape) < num_rows
 
 
 def _gradients(case: Case) -> Iterator[Transfer]:
@@ -95,8 +115,14 @@ def _gradients(case: Case) -> Iterator[Transfer]:
         next(a for a in tree.arrays if a.path == "embedding")
         for tree in (case.gradients, case.compute)
     )
+    axes = more_cut(table, whole)
+    if "embedding" in products:  # as a head it was summed above, by itself
+        size = each * whole.bytes_per_device // whole.itemsize * FLOAT32
+        rest = tuple(axis for axis in batch if axis not in axes)
+        share = math.prod(case.sizes[axis] for axis in axes)
+        yield Transfer("all-reduce", rest, size // share, "gradients")
     moved = each * case.bytes(case.costs.residual)
-    yield Transfer("all-to-all", more_cut(table, whole), moved, "gradients")
+    yield Transfer("all-to-all", axes, moved, "gradients")
 
 
 def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
@@ -165,7 +191,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
         is_block = case.is_block(whole.path)
         elements = whole.bytes_per_device // whole.itemsize
         for kind, tree, runs, itemsize in (
-            ("all-gather", stored, gathers, case.itemsize),
+            ("all-gather", stored, gathers, pipeline_itemsize(case)),
             ("reduce-scatter", gradient, scatters, FLOAT32),
         ):
             axes = more_cut(tree, whole)

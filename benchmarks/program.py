@@ -1,0 +1,131 @@
+"""A compiled program's FLOPs, traffic and modelled time, from its text alone.
+
+    python benchmarks/program.py FILE.hlo --target v5p-128 --mesh fsdp=16,tensor=4
+
+Reads any program of XLA for TPUs or GPUs, ours (meshloom plan --compile
+--keep-hlo) or another. The mesh names the axes by which a program numbers its devices,
+the slowest network first; sizes are what counts, names are yours. Nothing is compiled.
+
+The time ranks programs on the same target. It predicts no measurement: trainer/plan/
+program.py says what is modelled, and what is not.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from meshloom.sharding.text import align, human_bytes
+from meshloom.trainer.plan.hardware import parse_target
+from meshloom.trainer.plan.program import Modelled, model_program
+
+
+def mesh(text: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes of the axes, and the parts of them that cross slices."""
+    sizes, slices = {}, {}
+    for word in text.split(","):
+        name, _, size = word.partition("=")
+        size, _, far = size.partition("/")
+        if not name or not size.isdigit() or not (far or "1").isdigit():
+            raise argparse.ArgumentTypeError(
+                f"{word!r} is no axis; write --mesh fsdp=16,tensor=4, or data=2/2,... "
+                "for an axis that crosses 2 slices"
+            )
+        sizes[name], slices[name] = int(size), int(far or 1)
+    return sizes, slices
+
+
+def table(found: Modelled, peak: float, model_flops: float | None, top: int) -> str:
+    done, total, hidden = found.asynchronous()
+    rows = [
+        ("executed", f"{found.flops:.4g} FLOPs", ""),
+        ("step, modelled", _ms(found.seconds), ""),
+        *(
+            (f"  {part}", _ms(seconds), f"{seconds / found.seconds:.1%}")
+            for part, seconds in sorted(found.parts.items(), key=lambda p: -p[1])
+            if seconds >= SMALL * found.seconds
+        ),
+        (
+            "collectives",
+            _ms(found.network),
+            f"{done} of {total} asynchronous, hiding {_ms(hidden)}",
+        ),
+    ]
+    if model_flops:
+        bound = model_flops / peak / found.seconds
+        rows.append(
+            ("MFU bound", f"{bound:.3f}", "model FLOPs at the peak over the step")
+        )
+    for name in found.unknown_kernels:
+        rows.append(("not counted", "", f"the products of kernel {name}"))
+    blocks = [align(rows, right=(1,)), _exchanges(found), _operations(found, top)]
+    return "\n\n".join(blocks)
+
+
+# Parts of a step below this share are left out.
+SMALL = 0.0005
+
+
+def _exchanges(found: Modelled) -> str:
+    totals: dict[tuple[str, str, bool], list[float]] = {}
+    for one in found.exchanges:
+        key = one.kind, ",".join(one.axes), one.asynchronous
+        sums = totals.setdefault(key, [0, 0, 0, 0])
+        for i, count in enumerate((one.count, one.bytes, one.seconds, one.exposed)):
+            sums[i] += count
+    rows = [("collective", "axes", "", "count", "bytes", "links busy", "waited for")]
+    for (kind, axes, is_async), (count, size, busy, exposed) in sorted(
+        totals.items(), key=lambda row: -row[1][2]
+    ):
+        how = "asynchronous" if is_async else "synchronous"
+        numbers = f"{count:.0f}", human_bytes(round(size)), _ms(busy), _ms(exposed)
+        rows.append((kind, axes, how, *numbers))
+    return align(rows, right=(3, 4, 5, 6))
+
+
+def _operations(found: Modelled, top: int) -> str:
+    rows = [("operation", "bound by", "runs", "time", "FLOPs", "bytes", "source")]
+    for one in found.operations[:top]:
+        rows.append(
+            (
+                one.name,
+                one.part,
+                str(one.count),
+                _ms(one.seconds),
+                f"{one.flops:.3g}",
+                human_bytes(one.bytes),
+                "/".join(one.source.rsplit("/", 3)[-3:]),
+            )
+        )
+    return align(rows, right=(2, 3, 4, 5))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="optimized, scheduled HLO text")
+    parser.add_argument("--target", required=True, help="such as v5p-128 or h100:8x8")
+    parser.add_argument("--mesh", required=True, type=mesh, help="fsdp=16,tensor=4")
+    parser.add_argument(
+        "--model-flops",
+        type=float,
+        help="of a device and step, nothing counted twice; for the MFU bound",
+    )
+    parser.add_argument("--top", type=int, default=10, help="operations to list")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    target, (sizes, slices) = parse_target(args.target), args.mesh
+    found = model_program(args.file.read_text(), target, sizes, dcn=slices)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found), indent=1))
+    else:
+        print(table(found, target.device.flops, args.model_flops, args.top))
+
+
+if __name__ == "__main__":
+    main()

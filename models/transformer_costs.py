@@ -1,0 +1,304 @@
+"""What a transformer's step multiplies and keeps.
+
+Read off layers.py, remat.py and splash.py, and checked against them: what a block keeps
+is what jax's own differentiation of it keeps, the products are those of the compiled
+step (tests/test_costs.py, tests/test_plan_tpu.py).
+
+Shape letters: B batch, L length, D width, H heads, G key-value heads, K head width,
+F hidden width.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from ..sharding.hlo_kernels import causal_blocks
+from .attention import block_size, key_block_size
+from .costs import Array, Axes, Costs, Product
+from .layers import RESIDUAL
+
+if TYPE_CHECKING:
+    from .transformer import Config
+
+Kernel = Literal["xla", "cudnn", "splash"]
+WHOLE = ("batch", "length", "embed")
+POSITIONS = ("batch", "length")
+FLOAT32 = 4
+# Rows of a tile: a kernel takes sums over keys as often.
+SUBLANES = 8
+
+# The last product of a block only adds to the residual stream: what comes after needs
+# its result, the block's own backward pass does not.
+RECOMPUTED = {
+    "none": (),
+    "full": ("qkv", "scores", "attend", "out", "up"),
+    "save-dots": ("scores", "attend"),
+    "save-named": ("scores",),
+}
+
+
+def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
+    """The costs of a microbatch of `rows` examples, with this kind of attention."""
+    arrays = _Arrays(config, rows, length)
+    head = Product(
+        "head",
+        (rows, length, config.d_model, config.padded_vocab),
+        (*POSITIONS, "embed", "vocab"),
+        "embedding" if config.tied_head else "head",
+        spread="vocab",
+    )
+    attention = {"xla": _plain, "cudnn": _cudnn, "splash": _splash}[kernel](arrays)
+    everything = config.remat == "none"
+    return Costs(
+        products=_products(arrays, attention),
+        recomputed=attention.recomputed,
+        head=head,
+        residual=arrays.residual,
+        kept=_kept(arrays, attention),
+        kept_once=attention.kept_once if everything else (),
+        keeps_weights=everything,
+        attention=(*attention.working, replace(arrays.qkv, count=2), arrays.attended),
+        attention_cut=attention.working_if_cut,
+        mlp=(
+            *(attention.waiting if config.remat == "full" else ()),
+            replace(arrays.hidden, count=2),
+            arrays.half,
+        ),
+        logits=arrays.make(
+            "logits", (rows, length, config.padded_vocab), (*POSITIONS, "vocab")
+        ),
+        fused=kernel != "xla",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrays:
+    """The arrays of one block by the names that remat.py has for them."""
+
+    config: "Config"
+    B: int
+    L: int
+
+    def make(self, name: str, shape: tuple[int, ...], axes: Axes) -> Array:
+        size = 2 if self.config.compute_dtype == "bfloat16" else FLOAT32
+        return Array(name, shape, axes, size)
+
+    @property
+    def grouped(self) -> tuple[int, int, int]:
+        c = self.config
+        return c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.config.mlp == "swiglu" else 1
+
+    @property
+    def residual(self) -> Array:
+        return self.make("block input", (self.B, self.L, self.config.d_model), RESIDUAL)
+
+    @property
+    def qkv(self) -> Array:
+        axes = (*POSITIONS, "kv_heads", None, "head_dim")
+        return self.make("qkv", (self.B, self.L, *self.grouped), axes)
+
+    @property
+    def attended(self) -> Array:
+        c = self.config
+        shape = (self.B, self.L, c.num_heads, c.head_width)
+        return self.make("attended", shape, (*POSITIONS, "heads", "head_dim"))
+
+    @property
+    def by_head(self) -> Array:
+        """As `attended`, positions next to the width: what a kernel takes and gives."""
+        c = self.config
+        shape = (self.B, c.num_heads, self.L, c.head_width)
+        axes = ("batch", "heads", "length", "head_dim")
+        return self.make("queries", shape, axes)
+
+    @property
+    def sums(self) -> Array:
+        shape, axes = self.by_head.shape[:3], self.by_head.axes[:3]
+        return Array("sums of shares, float32", shape, axes, FLOAT32)
+
+    @property
+    def hidden(self) -> Array:
+        shape = (self.B, self.L, self.parts, self.config.d_ff)
+        return self.make("hidden", shape, (*POSITIONS, None, "mlp"))
+
+    @property
+    def half(self) -> Array:
+        shape = (self.B, self.L, self.config.d_ff)
+        return self.make("activated", shape, (*POSITIONS, "mlp"))
+
+    @property
+    def scores(self) -> Array:
+        shape = (self.B, self.config.num_heads, self.L, self.L)
+        return self.make("scores", shape, ("batch", "heads", "length", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """What a block's costs owe to how its attention is computed.
+
+    Attributes:
+      backward: products of the backward pass (of scores, of their product with values).
+      share: of all scores, those that are computed.
+      kept: without remat, beside queries, keys and values; `named` under save-named.
+      working, working_if_cut: see Costs.attention and attention_cut.
+      waiting: what full remat made for attention while the MLP's backward pass runs.
+    """
+
+    recomputed: frozenset[str]
+    kept: tuple[Array, ...]
+    named: tuple[Array, ...]
+    working: tuple[Array, ...]
+    working_if_cut: tuple[Array, ...] = ()
+    waiting: tuple[Array, ...] = ()
+    kept_once: tuple[Array, ...] = ()
+    backward: tuple[float, float] = (2, 2)
+    share: float = 1.0
+
+
+def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
+    c = a.config
+    D, H, K, F = c.d_model, c.num_heads, c.head_width, c.d_ff
+    tokens, kv = (a.B, a.L), ("kv_heads", None, "head_dim")
+    squares = (a.B, H, a.L, a.L, K)
+    by_head = ("batch", "heads", "length", None, "head_dim")
+    up = "gate_up" if c.mlp == "swiglu" else "up"
+    share, backward = attention.share, attention.backward
+    return (
+        Product(
+            "qkv",
+            (*tokens, D, *a.grouped),
+            (*POSITIONS, "embed", *kv),
+            "blocks/attention/qkv",
+            spread="kv_heads",
+        ),
+        Product("scores", squares, by_head, share=share, backward=backward[0]),
+        Product("attend", squares, by_head, share=share, backward=backward[1]),
+        Product(
+            "out",
+            (*tokens, H, K, D),
+            (*POSITIONS, "heads", "head_dim", "embed"),
+            "blocks/attention/out",
+            summed="heads",
+        ),
+        Product(
+            "up",
+            (*tokens, D, a.parts, F),
+            (*POSITIONS, "embed", None, "mlp"),
+            f"blocks/mlp/{up}",
+            spread="mlp",
+        ),
+        Product(
+            "down",
+            (*tokens, F, D),
+            (*POSITIONS, "mlp", "embed"),
+            "blocks/mlp/down",
+            summed="mlp",
+        ),
+    )
+
+
+def _kept(a: _Arrays, attention: _Attention) -> tuple[Array, ...]:
+    stream = (a.B, a.L, a.config.d_model)
+    if a.config.remat == "full":
+        return (a.residual,)
+    if a.config.remat == "save-dots":
+        return (a.residual, a.qkv, a.make("out", stream, WHOLE), a.hidden)
+    if a.config.remat == "save-named":
+        middle = a.make("middle", stream, RESIDUAL)
+        return (a.residual, a.qkv, *attention.named, middle, a.hidden)
+    # Without remat, all that the rules of differentiation ask for, some of it twice.
+    # Each norm keeps three arrays in float32 and its result; the activation keeps
+    # every factor.
+    return (
+        replace(a.residual, name="norms, float32", count=6, itemsize=FLOAT32),
+        replace(a.residual, name="normed", axes=WHOLE, count=2),
+        a.qkv,
+        a.attended,
+        *attention.kept,
+        replace(a.half, name="hidden and activation", count=6),
+    )
+
+
+def _plain(a: _Arrays) -> _Attention:
+    """Attention as plain products, which store their scores.
+
+    What is stored at once in the backward pass was read off compiled programs. The
+    softmax's result and its gradient, both in float32; where heads share keys, the
+    gradient as it goes into the products. Where attention itself is computed again, its
+    result as it went into the product waits too, for the gradient of the values: always
+    under save-dots; under full the compiler does that product first, unless heads are
+    cut over devices.
+    """
+    c, scores = a.config, a.scores
+    exact = replace(scores, name="scores, float32", itemsize=FLOAT32)
+    shared = c.num_heads > c.kv_heads
+    least = (scores, exact) if shared else (replace(exact, count=2),)
+    masks = (
+        replace(exact, name="masks, float32"),
+        replace(scores, name="masks", itemsize=1),
+    )
+    return _Attention(
+        recomputed=frozenset(RECOMPUTED[c.remat]),
+        kept=(scores, exact),
+        named=(a.attended,),
+        working=(*least, scores) if c.remat == "save-dots" else least,
+        working_if_cut=(scores,) if c.remat == "full" else (),
+        waiting=(scores, exact),
+        kept_once=masks,
+    )
+
+
+def _cudnn(a: _Arrays) -> _Attention:
+    """cuDNN's kernel, of which a causal mask leaves half.
+
+    Its backward pass computes the scores again. The sums over keys that it needs are no
+    value that a policy keeps, so with any remat it runs forward again too.
+    """
+    again = RECOMPUTED[a.config.remat]
+    return _Attention(
+        frozenset({*again, "scores", "attend"} if again else ()),
+        kept=(),
+        named=(a.attended,),
+        working=(),
+        backward=(3, 2),
+        share=0.5,
+    )
+
+
+def _splash(a: _Arrays) -> _Attention:
+    """Splash attention: blocks above the diagonal are skipped, scores never stored.
+
+    Its backward pass computes the scores again and stores gradients of all queries for
+    each block of keys; sums over keys are stored for 8 rows of a tile.
+    """
+    c = a.config
+    block, key_block = block_size(a.L), key_block_size(a.L)
+    assert block and key_block, a.L
+    out = replace(a.by_head, name="attended")
+    again = RECOMPUTED[c.remat] if c.remat != "save-named" else ()
+
+    def share(keys: int) -> float:
+        blocks = causal_blocks(a.L // block, a.L // keys, block, keys)
+        return blocks * block * keys / a.L**2
+
+    more = share(key_block) / share(block)
+    wide = replace(
+        a.sums,
+        shape=(*a.sums.shape[:2], SUBLANES, a.L),
+        axes=("batch", "heads", None, "length"),
+    )
+    return _Attention(
+        recomputed=frozenset(again),
+        kept=(out, a.sums),
+        named=(out, a.sums),
+        working=(
+            replace(a.by_head, name="gradients of queries", count=a.L // key_block),
+            replace(wide, count=2),
+        ),
+        backward=(3 * more, 2 * more),
+        share=share(block),
+    )

@@ -1,0 +1,44 @@
+"""A forecast against what was found, in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...sharding.text import human_bytes
+from .text import seconds_text
+
+# Forecasts outside this range of what was found are far off.
+CLOSE = (0.5, 2.0)
+
+
+def compare(document: Mapping[str, Any]) -> list[str]:
+    """What forecast.json says of forecast and found: a line, and one for each far off.
+
+    Without a forecast or measured figures there is nothing to compare.
+    """
+    if "measured" not in document:
+        return []
+    expected = {
+        "memory": document["plan"]["memory"]["peak"],
+        "seconds": document["seconds"],
+    }
+    found = document["measured"]
+    ratios = {name: expected[name] / found[name] for name in expected if found[name]}
+    memory, step = "memory unknown", "no step time: too few steps"
+    if "memory" in ratios:
+        memory = (
+            f"{found['memory_of']} {human_bytes(found['memory'])} "
+            f"(forecast {ratios['memory']:.2f} of it)"
+        )
+    if "seconds" in ratios:
+        step = f"median step {seconds_text(found['seconds'])} ({ratios['seconds']:.2f})"
+    lines = [
+        f"Forecast {human_bytes(expected['memory'])} and "
+        f"{seconds_text(expected['seconds'])} a step; {memory}, {step}"
+    ]
+    words = {"memory": "Memory", "seconds": "The step time"}
+    for name, ratio in ratios.items():
+        if not CLOSE[0] <= ratio <= CLOSE[1]:
+            lines.append(
+                f"{words[name]} is far off: {1 / ratio:.3g} times its forecast"
+            )
+    return lines

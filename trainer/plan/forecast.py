@@ -1,0 +1,115 @@
+"""What `meshloom train` says of its own step: a forecast, and how right it was.
+
+The forecast is `plan` for the devices that are here, before anything is compiled. It
+must never end a run, so whatever keeps it from being made is said in its place. At the
+end it is compared with the memory and the step time that were found.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...sharding.text import human_bytes
+from .. import metrics
+from ..progress import human
+from ..report_data import median_step_seconds
+from .here import target_here
+from .predict import Plan, plan
+from .text import seconds_text
+
+if TYPE_CHECKING:
+    from ..setup import Setup
+
+FILE = "forecast.json"
+WIDEST_REASON = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """Of the steps after `start`; where there is none, `reason` says why."""
+
+    start: int
+    plan: Plan | None
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as it is modelled."""
+        assert self.plan is not None
+        return self.plan.roofline.step
+
+    def line(self) -> str:
+        if self.plan is None:
+            return f"No forecast: {self.reason}"
+        target, memory = self.plan.target, self.plan.memory.peak
+        device = target.device
+        share = f"{memory / device.usable:.0%} of its memory"
+        source = device.source if device.platform == "cpu" else "published"
+        return (
+            f"Forecast: {human_bytes(memory)} on a device, {share}"
+            f"{'' if self.plan.fits else ', too much'}; "
+            f"{seconds_text(self.seconds)} a step, for {target.name} with "
+            f"{human(device.flops)}FLOP/s and {human(device.hbm_bandwidth)}B/s a "
+            f"device, {source}"
+        )
+
+    def to_json(self, measured: "Measured | None" = None) -> dict[str, Any]:
+        """The plan, and what was measured once that is known."""
+        document: dict[str, Any] = {"start": self.start}
+        if self.plan is None:
+            return document | {"reason": self.reason}
+        document |= {"seconds": self.seconds, "plan": self.plan.to_json()}
+        if measured is not None:
+            document["measured"] = dataclasses.asdict(measured)
+        return document
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run found; None where it could not.
+
+    Attributes:
+      memory: bytes of the device of this process that had most.
+      memory_of: whose figure that is.
+      seconds: the median of the step times that the run recorded.
+    """
+
+    memory: int | None
+    memory_of: str
+    seconds: float | None
+
+
+def foretell(setup: "Setup", start: int, hosts: Sequence[str] = ()) -> Forecast:
+    """The forecast of a run's steps after `start`, for its own devices."""
+    try:
+        devices = list(setup.mesh.devices.flat)
+        found = plan(setup.config, target_here(devices, setup.matmul_dtype, hosts))
+        forecast = Forecast(start, found)
+        forecast.line()  # what cannot be computed fails here
+        return forecast
+    except Exception as error:  # of a user's model too: no forecast is worth a run
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        first = str(error).split("\n")[0].split(". ")[0]
+        return Forecast(start, None, kind + first[:WIDEST_REASON])
+
+
+def measure(setup: "Setup", folder: Path, start: int) -> Measured:
+    """What the steps after `start` took, when they are done."""
+    rows = metrics.read(Path(folder) / metrics.FILES["train"])
+    memory, whose = _memory(setup)
+    return Measured(memory, whose, median_step_seconds(rows, start))
+
+
+def _memory(setup: "Setup") -> tuple[int | None, str]:
+    """What devices have had in use; a CPU does not say, so what is reserved there."""
+    stats = [device.memory_stats() for device in setup.mesh.local_devices]
+    used = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    if used:
+        return max(used), "in use at most"
+    found = setup.compile().memory_analysis()
+    if found is None:
+        return None, "compiler's"
+    # Not its peak: for CPUs that leaves out what is alive at once.
+    reserved = found.argument_size_in_bytes + found.temp_size_in_bytes
+    return reserved, "compiler's"

@@ -1,0 +1,148 @@
+"""Where a step on GPUs differs from one on TPUs, read off programs for H100s.
+
+Memory, beside what TPUs need too:
+
+  weights     are cast as they are gathered, one block at a time. Those whose gathered
+              dimension is not their first are first copied whole, in float32, into an
+              order in which it is
+  head        its gradient is computed after all blocks', so the gradient of the logits
+              and the head's input wait through the backward pass
+  products    of weight gradients come last in a block, so their operands wait too; a
+              product by cuBLAS has a workspace
+  pipelines   gather weights in float32 and cast them at each use; gradients of one
+              microbatch are there for all weights, not for the blocks' alone
+"""
+
+import dataclasses
+
+from .arrays import Values, Weights, of_each
+from .case import Case
+from .cutting import FLOAT32
+from .memory import Part, part
+
+Moments = dict[str, tuple[Part, ...]]
+
+
+def gathers_of_head(case: Case) -> int:
+    """An embedding that is the head too: GPUs gather it for each, TPUs once."""
+    is_gpu = case.target.device.platform == "gpu"
+    return 2 if is_gpu and case.costs.head.weight == "embedding" else 1
+
+
+def pipeline_itemsize(case: Case) -> int:
+    """Of weights as a pipeline gathers them; for TPUs the compiler casts them first."""
+    is_gpu = case.target.device.platform == "gpu"
+    return FLOAT32 if is_gpu else case.itemsize
+
+
+def on_gpu(case: Case, moments: Moments) -> Moments:
+    """The moments of a step, with what GPUs do otherwise."""
+    return _pipeline(case, moments) if case.pipeline else _scanned(case, moments)
+
+
+def _scanned(case: Case, moments: Moments) -> Moments:
+    size = {p.name: p for p in moments["backward"]}
+    kept = tuple(p for p in moments["backward"] if p.name in ("gradient sums", "kept"))
+    transposed = part(case, "weights, transposed", "of all blocks", *_transposed(case))
+    stream, logits = case.costs.residual, case.costs.logits
+    head = tuple(
+        p for p in moments["head"] if p.name in ("logits", "weights, gathered")
+    )
+    blocks = Weights("gradients", "blocks", FLOAT32)
+    gradients = part(case, "gradients", "of all blocks", blocks)
+    return moments | {
+        "head": (
+            *kept,
+            transposed,
+            gradients,
+            *head,
+            part(
+                case,
+                "residual stream",
+                "before and after the last norm",
+                Values(stream, 2),
+            ),
+        ),
+        "backward": (
+            *kept,
+            transposed,
+            gradients,
+            part(
+                case,
+                "logits",
+                "gradient, and the head's input",
+                Values(logits),
+                Values(stream),
+            ),
+            size["weights, gathered"],
+            part(
+                case,
+                "residual stream",
+                "values and gradients of one block",
+                Values(stream, 5),
+            ),
+            _working(case, size["working"]),
+            _workspace(case),
+        ),
+    }
+
+
+def _pipeline(case: Case, moments: Moments) -> Moments:
+    whole, words = Weights("compute", itemsize=FLOAT32), "of the stage and outside"
+    found = {}
+    for moment in ("head", "backward"):
+        others = (
+            p
+            for p in moments[moment]
+            if p.name not in ("weights, gathered", "gradients")
+        )
+        found[moment] = (
+            part(case, "weights, gathered", f"{words}, in float32", whole),
+            part(case, "weights, transposed", words, *_transposed(case)),
+            part(case, "gradients", "of one microbatch", whole),
+            *others,
+            _workspace(case),
+        )
+    return moments | found
+
+
+def _transposed(case: Case) -> list[Weights]:
+    """Of weights, those that are gathered along another dimension than their first.
+
+    A loop over blocks copies them as they are stored. A pipeline gathers all, those of
+    its blocks along with their layers, and copies what was gathered.
+    """
+    if case.costs.keeps_weights and not case.pipeline:
+        return []  # gathered whole before the loop over blocks
+    products = {p.weight for p in case.costs.products}
+    found = []
+    for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
+        is_block = case.is_block(stored.path)
+        later = 1 if case.pipeline or not is_block else 2
+        dims = zip(stored.dimensions[later:], whole.dimensions[later:], strict=True)
+        if (case.pipeline or stored.path in products) and any(
+            a.mesh_axes != b.mesh_axes for a, b in dims
+        ):
+            tree = "compute" if case.pipeline else "params"
+            found.append(Weights(tree, stored.path, FLOAT32))
+    return found
+
+
+def _workspace(case: Case) -> Part:
+    return Part("workspace", round(case.target.device.workspace), "of cuBLAS")
+
+
+def _working(case: Case, unfused: Part) -> Part:
+    """What else is alive when a block's weight gradients are computed."""
+    if not case.costs.fused:
+        return unfused
+    arrays = {a.name: a for a in (*case.costs.attention, *case.costs.mlp)}
+    qkv, attended, hidden, half = (
+        dataclasses.replace(arrays[name], count=1)
+        for name in ("qkv", "attended", "hidden", "activated")
+    )
+    if case.costs.recomputed >= {"qkv", "up"}:  # the block is computed again first
+        alive = (Values(hidden, 2), *of_each((half, qkv, attended)))
+    else:
+        alive = of_each((hidden, half, qkv))
+    return part(case, "working", "of one block", *alive)
