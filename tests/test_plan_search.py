@@ -146,7 +146,7 @@ def test_reasons_are_true_of_the_numbers(brute, found):
         words = {"compute": "executes"}.get(most, most.removeprefix("network, "))
         assert words in reason.why
         if most != "compute":
-            share = mine[most] / reason.plan.roofline.serial
+            share = mine[most] / reason.plan.roofline.step
             assert reason.why.startswith(f"{share:.0%} of the step")
     own = kinds(found.best.choice, found.best.choice)
     assert not set(own.values()) & {reason.kind for reason in given}
@@ -157,7 +157,7 @@ def test_causes_are_the_whole_step(found):
     for candidate in (pipes[0], pipes[-1], found.best):
         made = found.plan(candidate)
         total = sum(causes(made).values())
-        assert math.isclose(total, made.roofline.serial)
+        assert math.isclose(total, made.roofline.step)
     bubble = causes(found.plan(pipes[0]))["bubble"]
     assert bubble > 0
 

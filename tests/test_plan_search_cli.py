@@ -94,7 +94,7 @@ def test_the_written_config_of_a_pipeline_over_slices(capsys, tmp_path):
     loaded = config_files.load([str(path)], root=Config).config
     assert loaded.pipeline.schedule == shown["schedule"]
     assert (loaded.pipeline.num_chunks or 1) == shown["num_chunks"]
-    assert plan(loaded, target[1]).roofline.serial == shown["seconds"]["serial"]
+    assert plan(loaded, target[1]).roofline.step == shown["seconds"]["step"]
 
 
 def test_the_written_config_trains(capsys, tmp_path):

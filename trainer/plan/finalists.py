@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ...sharding.text import align, human_bytes
 from .compiled import Compiled, Refused, compile_step
 from .predict import Plan
+from .text import seconds_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +24,13 @@ class Finalist:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, modelled from the compiled program; None: there is no model."""
+        """Of a step, modelled from the compiled program; None where nothing is."""
         return compiled_seconds(self.plan, self.compiled) if self.compiled else None
 
 
 def compiled_seconds(plan: Plan, compiled: Compiled) -> float | None:
-    """Seconds of a step by what the compiler made of it.
-
-    Nothing models that yet, so no column and no order is shown.
-    """
-    return None
+    """Seconds of a step by what the compiler made of it (program.py)."""
+    return compiled.modelled["seconds"] if compiled.modelled else None
 
 
 def compile_finalist(plan: Plan) -> Finalist:
@@ -51,9 +49,9 @@ def table(finalists: Sequence[Finalist]) -> str:
     for number, finalist in enumerate(finalists, 1):
         row = [f"  {number}", *_row(finalist)]
         if is_timed:
-            serial = f"{finalist.plan.roofline.serial:.3g} s"
-            seconds = finalist.seconds
-            row += ["-" if seconds is None else f"{seconds:.3g} s", serial]
+            seconds, said = finalist.seconds, finalist.plan.roofline.step
+            row.append("-" if seconds is None else seconds_text(seconds))
+            row.append(seconds_text(said))
         rows.append(row)
     lines = [align(rows, right=range(1, len(rows[0])))]
     lines += [f"  {n}: {f.refused}" for n, f in enumerate(finalists, 1) if f.refused]

@@ -87,9 +87,15 @@ class Roofline:
         return max(self.compute, self.memory, sum(self.network.values()))
 
     @property
+    def step_parts(self) -> dict[str, float]:
+        """Where a step's time goes: of the network what is waited for."""
+        exposed = {f"network, {axes}": s for axes, s in self.exposed.items()}
+        return {"compute": self.compute, "memory": self.memory, **exposed}
+
+    @property
     def step(self) -> float:
         """With what XLA runs beside products hidden: what plans are compared by."""
-        return self.compute + self.memory + sum(self.exposed.values())
+        return sum(self.step_parts.values())
 
     @property
     def serial(self) -> float:

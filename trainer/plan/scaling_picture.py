@@ -26,7 +26,7 @@ NAMES: dict[Kind, str] = {
 def svg(found: Mapping[Kind, Sequence[Point]], title: str) -> str:
     """The picture; sizes on which nothing fits have no point."""
     curves: dict[Kind, list[tuple[int, float, Point]]] = {
-        kind: [(p.num_devices, p.plan.roofline.serial, p) for p in points if p.plan]
+        kind: [(p.num_devices, p.plan.roofline.step, p) for p in points if p.plan]
         for kind, points in found.items()
     }
     all_points = [point for curve in curves.values() for point in curve]

@@ -73,7 +73,7 @@ def _cells(point: Point, most: float) -> list[str]:
         return ["-", "-", "-", "-", "", _why_none(point)]
     choice = best.choice
     return [
-        seconds_text(plan.roofline.serial),
+        seconds_text(plan.roofline.step),
         f"{tokens_a_second(plan):,.0f}",
         f"<= {plan.mfu:.0%}",
         f"{point.efficiency:.0%}",

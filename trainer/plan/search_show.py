@@ -98,7 +98,7 @@ def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
                 str(choice.mesh),
                 choice.in_parts,
                 str(choice.remat),
-                seconds_text(plan.roofline.serial),
+                seconds_text(plan.roofline.step),
                 f"{tokens_a_second(plan):,.0f}",
                 f"<= {plan.mfu:.0%}",
                 f"{share:.0%}",
@@ -113,8 +113,8 @@ def tokens_a_second(plan: Plan) -> float:
 
 
 def largest_parts(plan: Plan) -> str:
-    total = plan.roofline.serial
-    parts = sorted(plan.roofline.parts.items(), key=lambda part: -part[1])
+    total = plan.roofline.step
+    parts = sorted(plan.roofline.step_parts.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{name.removeprefix('network, ')} {seconds / total:.0%}"
         for name, seconds in parts[:PARTS_SHOWN]
@@ -206,9 +206,9 @@ def _write(args: Namespace, found: Search) -> None:
     words = shlex.join(["--config", names[0], "--target", found.target.name])
     share = plan.memory.peak / plan.target.device.usable
     about = (
-        f"Number {number} of meshloom plan {words} --search: a step of "
-        f"{seconds_text(plan.roofline.serial)}\nif nothing overlaps, {share:.0%} of "
-        f"the memory of {found.target.num_devices} devices.\n"
+        f"Number {number} of meshloom plan {words} --search:\na modelled step of "
+        f"{seconds_text(plan.roofline.step)}, {share:.0%} of the memory of "
+        f"{found.target.num_devices} devices.\n"
         f"  meshloom train --config {args.write}"
     )
     write(args.write, candidate.choice.of(found.config), names, about)
