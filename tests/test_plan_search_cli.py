@@ -13,7 +13,7 @@ from meshloom.trainer import cli, config_files
 from meshloom.trainer.plan import finalists as finalists_lib
 from meshloom.trainer.plan import plan
 from meshloom.trainer.plan.compiled import Compiled, Refused
-from meshloom.trainer.plan.finalists import compile_finalist, table
+from meshloom.trainer.plan.finalists import Finalist, compile_finalist, table
 from meshloom.trainer.train import Config
 
 DRILL = ["plan", "--config", "drill", "--target", "v5e-4"]
@@ -180,18 +180,16 @@ def test_the_best_is_compiled_for_tpus(capsys):
     assert "Compiling 1 of 1" in err
 
 
-def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
+def test_the_order_is_compared_where_programs_have_a_time():
     plans = [plan(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")]
-    monkeypatch.setattr(finalists_lib, "compile_step", made)
-    found = [compile_finalist(one) for one in plans]
-    times = {id(found[0].compiled): 1.0, id(found[1].compiled): 2.0}
-    monkeypatch.setattr(
-        finalists_lib, "compiled_seconds", lambda plan, compiled: times[id(compiled)]
-    )
-    assert "The order holds." in table(found)
-    assert "1.000" in table(found)
-    times[id(found[0].compiled)] = 3.0
-    assert "It does not hold: by the compiled step it is 2, 1." in table(found)
+
+    def compared(*seconds: float) -> str:
+        found = zip(plans, seconds, strict=True)
+        return table([Finalist(p, made(p, modelled={"seconds": s})) for p, s in found])
+
+    assert "The order holds." in compared(1.0, 2.0)
+    assert "1.000" in compared(1.0, 2.0)  # predicted as compiled
+    assert "It does not hold: by the compiled step it is 2, 1." in compared(3.0, 2.0)
 
 
 def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):

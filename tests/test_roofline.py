@@ -15,7 +15,7 @@ def transfer(found, kind, what):
     return one
 
 
-def test_on_a_flat_torus_gathers_after_the_first_and_rings_are_hidden():
+def test_on_v5e_gathers_after_the_first_and_rings_are_hidden():
     found = plan(config(remat="full"), "v5e:2x4", mesh="fsdp=8", batch=512)
     line, link = found.roofline, 50e9
     gather = transfer(found, "all-gather", "weights")
@@ -30,8 +30,9 @@ def test_on_a_flat_torus_gathers_after_the_first_and_rings_are_hidden():
     assert line.step == pytest.approx(line.serial - hidden)
 
 
-def test_on_a_3d_torus_gathers_are_waited_for():
-    found = plan(config(remat="full"), "v5p:4x4x4", mesh="fsdp=16,tensor=4")
+@pytest.mark.parametrize("target", ["v5p:4x4x4", "v6e:8x8"])
+def test_on_other_tpus_gathers_are_waited_for(target):
+    found = plan(config(remat="full"), target, mesh="fsdp=16,tensor=4")
     line = found.roofline
     ring = transfer(found, "collective-permute", "gradients")
     hidden = line.network["fsdp"] - line.exposed["fsdp"]

@@ -24,13 +24,9 @@ class Finalist:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, modelled from the compiled program; None where nothing is."""
-        return compiled_seconds(self.plan, self.compiled) if self.compiled else None
-
-
-def compiled_seconds(plan: Plan, compiled: Compiled) -> float | None:
-    """Seconds of a step by what the compiler made of it (program.py)."""
-    return compiled.modelled["seconds"] if compiled.modelled else None
+        """Of a step, modelled from the compiled program; None: there is no model."""
+        modelled = self.compiled and self.compiled.modelled
+        return modelled["seconds"] if modelled else None
 
 
 def compile_finalist(plan: Plan) -> Finalist:
@@ -49,9 +45,9 @@ def table(finalists: Sequence[Finalist]) -> str:
     for number, finalist in enumerate(finalists, 1):
         row = [f"  {number}", *_row(finalist)]
         if is_timed:
-            seconds, said = finalist.seconds, finalist.plan.roofline.step
-            row.append("-" if seconds is None else seconds_text(seconds))
-            row.append(seconds_text(said))
+            step = seconds_text(finalist.plan.roofline.step)
+            seconds = finalist.seconds
+            row += ["-" if seconds is None else seconds_text(seconds), step]
         rows.append(row)
     lines = [align(rows, right=range(1, len(rows[0])))]
     lines += [f"  {n}: {f.refused}" for n, f in enumerate(finalists, 1) if f.refused]

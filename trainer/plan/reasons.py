@@ -112,7 +112,7 @@ def why_not(plan: Plan) -> str:
 
 def causes(plan: Plan) -> dict[str, float]:
     """Where the seconds of a step go, those of bubbles apart."""
-    parts = dict(plan.roofline.step_parts)
+    parts = plan.roofline.waits
     if plan.case.pipeline is not None:
         blocks = plan.flops.blocks / plan.target.device.flops
         bubble = blocks * plan.case.pipeline.simulation.bubble

@@ -9,8 +9,8 @@ each mesh axis sends over the links it has; `exposed` of it is what a step waits
 How often an array passes through HBM, and what XLA runs beside products, was read off
 compiled programs (program.py models their time; docs/plan.md compares). Rings of
 products and a pipeline's permutes are asynchronous everywhere. Gathers of weights are
-too where chips form a 2-D torus and on GPUs, but for the first product of a block,
-which has nothing to hide behind. Sums and scatters are waited for.
+too on v5e and on GPUs, but for the first product of a block, which has nothing to hide
+behind. Sums and scatters are waited for.
 
 Which links an axis has: the last mesh axis (tensor) takes neighbours first. On a torus
 an axis that takes a whole dimension sends both ways round a ring if that dimension
@@ -82,20 +82,19 @@ class Roofline:
         return {"compute": self.compute, "memory": self.memory, **network}
 
     @property
+    def waits(self) -> dict[str, float]:
+        """The parts of `step`: of the network, what nothing hides."""
+        return self.parts | {f"network, {axes}": s for axes, s in self.exposed.items()}
+
+    @property
     def overlapped(self) -> float:
         """If all overlaps perfectly: as long as the longest part."""
         return max(self.compute, self.memory, sum(self.network.values()))
 
     @property
-    def step_parts(self) -> dict[str, float]:
-        """Where a step's time goes: of the network what is waited for."""
-        exposed = {f"network, {axes}": s for axes, s in self.exposed.items()}
-        return {"compute": self.compute, "memory": self.memory, **exposed}
-
-    @property
     def step(self) -> float:
         """With what XLA runs beside products hidden: what plans are compared by."""
-        return sum(self.step_parts.values())
+        return self.compute + self.memory + sum(self.exposed.values())
 
     @property
     def serial(self) -> float:
@@ -130,7 +129,9 @@ def _beside(case: Case, transfer: Transfer) -> float:
     if transfer.kind == "collective-permute":
         return 1.0
     is_gather = transfer.kind == "all-gather" and transfer.what == "weights"
-    if not is_gather or case.pipeline or case.target.device.torus == 3:
+    device = case.target.device
+    carries = not device.torus or device.name == CARRIES_GATHERS
+    if not is_gather or case.pipeline or not carries:
         return 0.0
     uses = 1 if case.costs.keeps_weights else 2
     later = total = 0
@@ -142,6 +143,9 @@ def _beside(case: Case, transfer: Transfer) -> float:
     return later / total
 
 
+# The one TPU for which libtpu (0.0.51) lets fusions carry a gather along: asked to do
+# so for v5p it refuses, and for v6e it does not.
+CARRIES_GATHERS = "v5e"
 # How often arrays pass through HBM, read off compiled programs.
 RESIDUALS = 16  # the stream, in norms and sums of a block, forward and backward
 ELEMENTWISE = 2  # what a block's backward pass has alive beside scores

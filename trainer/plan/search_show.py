@@ -114,7 +114,7 @@ def tokens_a_second(plan: Plan) -> float:
 
 def largest_parts(plan: Plan) -> str:
     total = plan.roofline.step
-    parts = sorted(plan.roofline.step_parts.items(), key=lambda part: -part[1])
+    parts = sorted(plan.roofline.waits.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{name.removeprefix('network, ')} {seconds / total:.0%}"
         for name, seconds in parts[:PARTS_SHOWN]
@@ -206,8 +206,8 @@ def _write(args: Namespace, found: Search) -> None:
     words = shlex.join(["--config", names[0], "--target", found.target.name])
     share = plan.memory.peak / plan.target.device.usable
     about = (
-        f"Number {number} of meshloom plan {words} --search:\na modelled step of "
-        f"{seconds_text(plan.roofline.step)}, {share:.0%} of the memory of "
+        f"Number {number} of meshloom plan {words} --search: a step of "
+        f"{seconds_text(plan.roofline.step)},\n{share:.0%} of the memory of "
         f"{found.target.num_devices} devices.\n"
         f"  meshloom train --config {args.write}"
     )
