@@ -1,5 +1,6 @@
 """`meshloom plan --search` and `--smallest` through the command line."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -12,7 +13,7 @@ from meshloom.trainer import cli, config_files
 from meshloom.trainer.plan import finalists as finalists_lib
 from meshloom.trainer.plan import plan
 from meshloom.trainer.plan.compiled import Compiled, Refused
-from meshloom.trainer.plan.finalists import compile_finalist, table
+from meshloom.trainer.plan.finalists import Finalist, compile_finalist, table
 from meshloom.trainer.train import Config
 
 DRILL = ["plan", "--config", "drill", "--target", "v5e-4"]
@@ -93,7 +94,7 @@ def test_the_written_config_of_a_pipeline_over_slices(capsys, tmp_path):
     loaded = config_files.load([str(path)], root=Config).config
     assert loaded.pipeline.schedule == shown["schedule"]
     assert (loaded.pipeline.num_chunks or 1) == shown["num_chunks"]
-    assert plan(loaded, target[1]).roofline.serial == shown["seconds"]["serial"]
+    assert plan(loaded, target[1]).roofline.step == shown["seconds"]["step"]
 
 
 def test_the_written_config_trains(capsys, tmp_path):
@@ -164,18 +165,31 @@ def test_finalists_are_compiled_one_after_the_other(monkeypatch):
     assert text.splitlines()[1].endswith("no")  # over its memory
 
 
-def test_the_order_is_compared_where_programs_have_a_time(monkeypatch):
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the compiler for TPUs, is not installed",
+)
+def test_the_best_is_compiled_for_tpus(capsys):
+    words = ["--search", "--top", 1, "--compile", "--json"]
+    _, out, err = run(capsys, *DRILL[:-1], "v5e:2x2", *words)
+    found = json.loads(out)
+    (best,), (compiled,) = found["best"], found["compiled"]
+    assert compiled["fits"] and not compiled["refused"]
+    assert compiled["compiled"]["flops"] == pytest.approx(best["flops"]["executed"])
+    assert "Compiling 1 of 1" in err
+
+
+def test_the_order_is_compared_where_programs_have_a_time():
     plans = [plan(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")]
-    monkeypatch.setattr(finalists_lib, "compile_step", made)
-    found = [compile_finalist(one) for one in plans]
-    times = {id(found[0].compiled): 1.0, id(found[1].compiled): 2.0}
-    monkeypatch.setattr(
-        finalists_lib, "compiled_seconds", lambda plan, compiled: times[id(compiled)]
-    )
-    assert "The order holds." in table(found)
-    assert "1.000" in table(found)
-    times[id(found[0].compiled)] = 3.0
-    assert "It does not hold: by the compiled step it is 2, 1." in table(found)
+
+    def compared(*seconds: float) -> str:
+        found = zip(plans, seconds, strict=True)
+        return table([Finalist(p, made(p, modelled={"seconds": s})) for p, s in found])
+
+    assert "The order holds." in compared(1.0, 2.0)
+    assert "1.000" in compared(1.0, 2.0)  # predicted as compiled
+    assert "It does not hold: by the compiled step it is 2, 1." in compared(3.0, 2.0)
 
 
 def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):

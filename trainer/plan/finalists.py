@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ...sharding.text import align, human_bytes
 from .compiled import Compiled, Refused, compile_step
 from .predict import Plan
+from .text import seconds_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,9 @@ def table(finalists: Sequence[Finalist]) -> str:
     for number, finalist in enumerate(finalists, 1):
         row = [f"  {number}", *_row(finalist)]
         if is_timed:
-            step = f"{finalist.plan.roofline.step:.3g} s"
+            step = seconds_text(finalist.plan.roofline.step)
             seconds = finalist.seconds
-            row += ["-" if seconds is None else f"{seconds:.3g} s", step]
+            row += ["-" if seconds is None else seconds_text(seconds), step]
         rows.append(row)
     lines = [align(rows, right=range(1, len(rows[0])))]
     lines += [f"  {n}: {f.refused}" for n, f in enumerate(finalists, 1) if f.refused]
