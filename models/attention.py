@@ -1,14 +1,18 @@
 """Attention over heads: the one place where an implementation is chosen.
 
+The compiler cuts plain products; a kernel runs on each device's examples and heads.
+
 Shape letters: B batch, L query length, S key length, H heads, G key-value heads
 (H is a multiple of G), K head width.
 """
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from ..sharding import Sharder
 
@@ -33,17 +37,47 @@ def attend(
     """Causal attention; with segments, a position sees its own segment only."""
     _, L, _, K = q_BLHK.shape
     chosen = choose(implementation, shard.platform, q_BLHK.dtype.itemsize, L, K)
-    if chosen == "splash":
-        from .splash import splash
+    arrays = (q_BLHK, k_BSGK, v_BSGK)
+    arrays += () if segments_BL is None else (segments_BL,)
+    if chosen == "xla":
+        return checkpoint_name(_dot_product(*arrays), "attended")
+    queries, keys = (
+        shard.spec(x.shape, ("batch", "length", heads, "head_dim"))
+        for x, heads in ((q_BLHK, "heads"), (k_BSGK, "kv_heads"))
+    )
+    _check_cut(chosen, q_BLHK.shape, k_BSGK.shape, queries, keys)
+    specs = (queries, keys, keys, P(*queries[:2]))[: len(arrays)]
+    if chosen == "cudnn":
+        run = functools.partial(_dot_product, implementation=chosen)
+        out_BLHK = shard.local(run, specs, queries)(*arrays)
+        return checkpoint_name(out_BLHK, "attended")
+    from .splash import splash
 
-        return splash(q_BLHK, k_BSGK, v_BSGK, segments_BL, shard)
+    run = functools.partial(splash, interpret=shard.platform != "tpu")
+    return shard.local(run, specs, queries)(*arrays)
+
+
+def _dot_product(
+    q_BLHK, k_BSGK, v_BSGK, segments_BL=None, implementation="xla"
+) -> jax.Array:
     mask = None
     if segments_BL is not None:
         mask = segments_BL[:, None, :, None] == segments_BL[:, None, None, :]
-    out = jax.nn.dot_product_attention(
-        q_BLHK, k_BSGK, v_BSGK, mask=mask, is_causal=True, implementation=chosen
+    return jax.nn.dot_product_attention(
+        q_BLHK, k_BSGK, v_BSGK, mask=mask, is_causal=True, implementation=implementation
     )
-    return checkpoint_name(out, "attended")
+
+
+def _check_cut(chosen: str, q_shape, k_shape, queries: P, keys: P) -> None:
+    """A kernel on one device sees all positions, and the heads of its own keys."""
+    _, length, heads, _ = (*queries, None, None, None, None)[:4]
+    if length is not None or heads != (*keys, None, None, None)[2]:
+        raise ValueError(
+            f'attention "{chosen}": queries {list(q_shape)} are cut as {queries} and '
+            f"keys {list(k_shape)} as {keys}; expected whole sequences, and heads and "
+            "key-value heads cut by the same axes. Change the plan or set "
+            'attention="xla".'
+        )
 
 
 def choose(

@@ -1,13 +1,11 @@
 """Causal attention on TPUs as one kernel that never stores its scores.
 
-The kernel is jax's own splash attention (Pallas). It works on one device's examples
-and heads, so it runs inside a shard_map over every mesh axis. Blocks of scores above
-the diagonal are skipped.
+The kernel is jax's own splash attention (Pallas). Blocks of scores above the diagonal
+are skipped.
 
 Shape letters: B batch, L length, H heads, G key-value heads, K head width.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
-from jax.sharding import PartitionSpec as P
 
-from ..sharding import Sharder
 from .attention import LANES, block_size, key_block_size
 from .remat import SPLASH
 
@@ -30,43 +26,20 @@ def splash(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
-    segments_BL: jax.Array | None,
-    shard: Sharder,
+    segments_BL: jax.Array | None = None,
+    *,
+    interpret: bool,
 ) -> jax.Array:
-    """Attention [B, L, H, K], cut as `q` is. On CPU the kernel is interpreted."""
+    """Attention [B, L, H, K] of one device's examples and heads.
+
+    Args:
+      interpret: run the kernel as plain operations, where there is no TPU.
+    """
     if block_size(q_BLHK.shape[1]) is None:
         raise ValueError(
             f'attention "splash": length {q_BLHK.shape[1]} is no multiple of {LANES}. '
             'Change the data\'s length, or set attention="xla".'
         )
-    queries, keys = (
-        shard.spec(x.shape, ("batch", "length", heads, "head_dim"))
-        for x, heads in ((q_BLHK, "heads"), (k_BLGK, "kv_heads"))
-    )
-    tokens = P(*queries[:2])
-    if segments_BL is None:
-        arrays, specs = (q_BLHK, k_BLGK, v_BLGK), (queries, keys, keys)
-    else:
-        arrays = (q_BLHK, k_BLGK, v_BLGK, segments_BL)
-        specs = (queries, keys, keys, tokens)
-    _check(q_BLHK.shape, k_BLGK.shape, queries, keys)
-    attend = functools.partial(_attend, interpret=shard.platform != "tpu")
-    return shard.local(attend, specs, queries)(*arrays)
-
-
-def _check(q_shape, k_shape, queries: P, keys: P) -> None:
-    """The kernel sees all positions, and the heads of its own keys."""
-    _, length, heads, _ = (*queries, None, None, None, None)[:4]
-    if length is not None or heads != (*keys, None, None, None, None)[2]:
-        raise ValueError(
-            f'attention "splash": queries {list(q_shape)} are cut as {queries} and '
-            f"keys {list(k_shape)} as {keys}; expected whole sequences, and heads and "
-            "key-value heads cut by the same axes. Change the plan or set "
-            'attention="xla".'
-        )
-
-
-def _attend(q_BLHK, k_BLGK, v_BLGK, segments_BL=None, *, interpret: bool):
     _, L, H, K = q_BLHK.shape
     q_BLHK = (q_BLHK.astype(jnp.float32) * K**-0.5).astype(q_BLHK.dtype)
     by_head = [x.swapaxes(1, 2) for x in (q_BLHK, k_BLGK, v_BLGK)]

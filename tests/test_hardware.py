@@ -65,3 +65,17 @@ def test_every_number_has_a_source():
     for device in DEVICES.values():
         assert "." in device.source, device.name
     assert Device(name="x", flops=1, hbm=1, hbm_bandwidth=1, link=1, network=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "rings"),
+    [
+        ("v5p-128", (True, True, True)),
+        ("v5p-64", (False, False, False)),  # 2x4x4 is no cube of 4x4x4
+        ("v5e:8x16", (False, True, False)),
+        ("v5e-256", (True, True, False)),
+        ("h100:8x8", (False, False, False)),
+    ],
+)
+def test_dimensions_that_close_to_rings(name, rings):
+    assert parse_target(name).wrap == rings

@@ -187,7 +187,10 @@ class Target:
         makes slower programs: on v5p, all-reduces where it would gather.
         """
         wraps = self.device.wraps
-        rings = (bool(wraps) and size % wraps == 0 for size in self.shape)
+        rings = [bool(wraps) and size % wraps == 0 for size in self.shape]
+        if self.device.torus == 3:
+            # They are made of cubes, which are joined to rings in all dimensions or none.
+            rings = [all(rings)] * 3
         return (*rings, False, False, False)[:3]
 
 
