@@ -37,8 +37,9 @@ def attend(
     """Causal attention; with segments, a position sees its own segment only."""
     _, L, _, K = q_BLHK.shape
     chosen = choose(implementation, shard.platform, q_BLHK.dtype.itemsize, L, K)
-    arrays = (q_BLHK, k_BSGK, v_BSGK)
-    arrays += () if segments_BL is None else (segments_BL,)
+    arrays = [q_BLHK, k_BSGK, v_BSGK]
+    if segments_BL is not None:
+        arrays.append(segments_BL)
     if chosen == "xla":
         return checkpoint_name(_dot_product(*arrays), "attended")
     queries, keys = (
@@ -58,7 +59,12 @@ def attend(
 
 
 def _dot_product(
-    q_BLHK, k_BSGK, v_BSGK, segments_BL=None, implementation="xla"
+    q_BLHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    segments_BL: jax.Array | None = None,
+    *,
+    implementation: Literal["xla", "cudnn"] = "xla",
 ) -> jax.Array:
     mask = None
     if segments_BL is not None:

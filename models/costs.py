@@ -12,13 +12,18 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Of one block or of the head, for all examples of a microbatch together."""
+    """Of one block or of the head, for all examples of a microbatch together.
+
+    Attributes:
+      rows: whether its last dimension must lie along a row of a tile, as kernels ask.
+    """
 
     name: str
     shape: tuple[int, ...]
     axes: Axes
     itemsize: int
     count: int = 1
+    rows: bool = False
 
     @property
     def bytes(self) -> int:

@@ -39,7 +39,7 @@ RECOMPUTED = {
 
 def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
     """The costs of a microbatch of `rows` examples, with this kind of attention."""
-    arrays = _Arrays(config, rows, length)
+    arrays = _Arrays(config, rows, length, by_rows=kernel == "splash")
     head = Product(
         "head",
         (rows, length, config.d_model, config.padded_vocab),
@@ -73,15 +73,23 @@ def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
 
 @dataclasses.dataclass(frozen=True)
 class _Arrays:
-    """The arrays of one block by the names that remat.py has for them."""
+    """The arrays of one block by the names that remat.py has for them.
+
+    Attributes:
+      by_rows: whether the width of a head lies along rows of tiles (Array.rows).
+    """
 
     config: "Config"
     B: int
     L: int
+    by_rows: bool = False
 
     def make(self, name: str, shape: tuple[int, ...], axes: Axes) -> Array:
         size = 2 if self.config.compute_dtype == "bfloat16" else FLOAT32
         return Array(name, shape, axes, size)
+
+    def _of_heads(self, name: str, shape: tuple[int, ...], axes: Axes) -> Array:
+        return replace(self.make(name, shape, axes), rows=self.by_rows)
 
     @property
     def grouped(self) -> tuple[int, int, int]:
@@ -99,13 +107,13 @@ class _Arrays:
     @property
     def qkv(self) -> Array:
         axes = (*POSITIONS, "kv_heads", None, "head_dim")
-        return self.make("qkv", (self.B, self.L, *self.grouped), axes)
+        return self._of_heads("qkv", (self.B, self.L, *self.grouped), axes)
 
     @property
     def attended(self) -> Array:
         c = self.config
         shape = (self.B, self.L, c.num_heads, c.head_width)
-        return self.make("attended", shape, (*POSITIONS, "heads", "head_dim"))
+        return self._of_heads("attended", shape, (*POSITIONS, "heads", "head_dim"))
 
     @property
     def by_head(self) -> Array:
@@ -113,7 +121,7 @@ class _Arrays:
         c = self.config
         shape = (self.B, c.num_heads, self.L, c.head_width)
         axes = ("batch", "heads", "length", "head_dim")
-        return self.make("queries", shape, axes)
+        return self._of_heads("queries", shape, axes)
 
     @property
     def sums(self) -> Array:
@@ -296,9 +304,10 @@ def _splash(a: _Arrays) -> _Attention:
         kept=(out, a.sums),
         named=(out, a.sums),
         working=(
-            replace(a.by_head, name="gradients of queries", count=a.L // key_block),
+            replace(out, name="gradients of queries", count=a.L // key_block),
             replace(wide, count=2),
         ),
+        waiting=(a.qkv, out),
         backward=(3 * more, 2 * more),
         share=share(block),
     )

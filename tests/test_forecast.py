@@ -111,7 +111,7 @@ def test_the_line_at_the_start(tiny):
     words = found.line()
     assert words.startswith("Forecast: ") and "\n" not in words
     assert "for cpu:1x8 with" in words and words.endswith("a device, measured here")
-    assert f"{1000 * found.seconds:.3g} ms a step" in words
+    assert f"{seconds_text(found.seconds)} a step" in words
 
 
 class Costless:

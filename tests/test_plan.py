@@ -259,12 +259,18 @@ def test_on_tpus_the_scatter_is_a_ring_of_one_more():
     (ring,) = (t for t in tpu.transfers if t.kind == "collective-permute")
     assert ring.bytes == scatter.bytes * 9 // 8
     assert ring.sent(tpu.case.sizes) == scatter.sent(gpu.case.sizes)
-    # Over a whole slice of v5p an all-reduce takes its place; over a part it does not.
-    whole, part = (
-        {t.kind for t in plan(config(), "v5p-16", mesh=mesh).transfers}
-        for mesh in ("fsdp=8", "fsdp=4,tensor=2")
+    # Over all of a v5p with rings an all-reduce takes its place; not over a part, and
+    # not where there are none.
+    whole, part, lines = (
+        {t.kind for t in plan(config(), name, mesh=mesh).transfers}
+        for name, mesh in (
+            ("v5p-128", "fsdp=64"),
+            ("v5p-128", "fsdp=32,tensor=2"),
+            ("v5p-16", "fsdp=8"),
+        )
     )
-    assert "all-gather" not in whole and "collective-permute" in part
+    assert "collective-permute" not in whole
+    assert "collective-permute" in part & lines
 
 
 def test_traffic_of_tensor_parallelism():

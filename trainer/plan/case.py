@@ -107,13 +107,12 @@ class Case:
         return self.cuts(("batch",), (self.rows,))
 
     def takes_slice(self, axes: Sequence[str]) -> bool:
-        """Whether groups along these axes are whole slices of a 3-D torus.
+        """Whether groups along these axes are whole slices of a 3-D torus with rings.
 
-        There the compiler makes all-reduces of scatters (seen on v5p), and of gathers
-        too where the torus does not close to rings.
+        There the compiler makes all-reduces of scatters (seen on v5p).
         """
-        size = math.prod(self.sizes[axis] for axis in axes)
-        return self.target.device.torus == 3 and size == math.prod(self.target.shape)
+        size, target = math.prod(self.sizes[axis] for axis in axes), self.target
+        return all(target.wrap) and size == math.prod(target.shape)
 
     def scatters_in_ring(self, axes: Sequence[str]) -> bool:
         """Whether a gradient's product and its scatter over `axes` become one ring.

@@ -62,13 +62,15 @@ class Cutting:
 
     def bytes(self, array: Any) -> int:
         """What a device stores of an array of the model's costs, one of its count."""
-        key = array.axes, array.shape, array.itemsize
+        key = array.axes, array.shape, array.itemsize, array.rows
         if key not in self._bytes:
             cuts = self.cuts(array.axes, array.shape, "compute", array.name)
             shape = [
                 size // math.prod(self.sizes[axis] for axis in cut)
                 for size, cut in zip(array.shape, cuts, strict=True)
             ]
+            if array.rows and self.tiled:
+                shape[-1] = math.ceil(shape[-1] / LANES) * LANES
             self._bytes[key] = self.stored(shape, array.itemsize)
         return self._bytes[key]
 

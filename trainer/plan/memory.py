@@ -97,6 +97,7 @@ def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
     gradients = Weights("gradients", itemsize=FLOAT32)
     head = Weights("compute", costs.head.weight, case.itemsize)
     residual = Values(costs.residual, 3)
+    in_block = Values(costs.residual, 3 + _waiting(case))
     kept, sums = _kept(case), ()
     if case.num_microbatches > 1:
         sums = (part(case, "gradient sums", "of microbatches", gradients),)
@@ -112,7 +113,7 @@ def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
             *common,
             *_gradients(case),
             _gathered_block(case),
-            part(case, "residual stream", "input, gradient, sum", residual),
+            part(case, "residual stream", "input, gradient, sum", in_block),
             _working(case),
         ),
         "update": (*sums, part(case, "gradients", "of all", gradients)),
@@ -142,9 +143,17 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
     common = (
         *_pipeline_weights(case),
         in_flight,
-        part(case, "residual stream", "between stages", Values(residual, 4)),
+        part(
+            case,
+            "residual stream",
+            "between stages",
+            Values(residual, 4 + _waiting(case)),
+        ),
     )
-    outside = Weights("compute", "outside", FLOAT32)
+    outside = [Weights("compute", "outside", FLOAT32)]
+    if costs.head.weight == "embedding":
+        # Of the look-up and of the head, before they are added.
+        outside.append(Weights("compute", "embedding", FLOAT32))
     stage = Weights("compute", "blocks", FLOAT32, 1 / R)
     logits = Values(costs.logits, 1 / case.num_stages)
     gradients = Weights("gradients", itemsize=FLOAT32)
@@ -152,7 +161,7 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
         "head": (
             *common,
             part(case, "logits", "of a stage's part", logits),
-            part(case, "gradients", "outside the blocks, of one microbatch", outside),
+            part(case, "gradients", "outside the blocks, of one microbatch", *outside),
         ),
         "backward": (
             *common,
@@ -197,13 +206,26 @@ def _kept(case: Case) -> list[Part]:
     return found
 
 
+def _waiting(case: Case) -> int:
+    """Arrays of the stream that wait while a block, done again, goes backward.
+
+    Where heads are cut over devices: sums over devices and what was normed of them,
+    which are stored then. Counted in compiled programs.
+    """
+    return 4 if _cuts_heads(case) and "out" in case.costs.recomputed else 0
+
+
+def _cuts_heads(case: Case) -> bool:
+    scores = next(p for p in case.costs.products if p.name == "scores")
+    heads = scores.axes.index("heads")
+    return bool(case.cuts(("heads",), (scores.shape[heads],)))
+
+
 def _working(case: Case) -> Part:
     """What is alive in one block's backward pass: attention's part or the MLP's."""
     costs = case.costs
-    scores = next(p for p in costs.products if p.name == "scores")
-    heads = scores.axes.index("heads")
-    is_cut = case.cuts(("heads",), (scores.shape[heads],))
-    attention = costs.attention + (costs.attention_cut if is_cut else ())
+    cut = costs.attention_cut if _cuts_heads(case) else ()
+    attention = costs.attention + cut
     parts = [
         part(case, "working", f"{name} of one block", *of_each(arrays))
         for name, arrays in (("attention", attention), ("mlp", costs.mlp))
@@ -215,7 +237,8 @@ def _logits(case: Case) -> Part:
     """Logits, and their gradient where the compiler does not fuse it into its uses.
 
     A ring of the head's gradient is a loop, and what a loop reads must be stored; up to
-    UNROLLED devices it is no loop. A GPU's products take stored operands only.
+    UNROLLED devices it is no loop. Where a device has one example only, its products
+    are plain ones and take stored operands, and so do a GPU's.
     """
     head = case.costs.head.weight
     stored, whole = (
@@ -226,7 +249,8 @@ def _logits(case: Case) -> Part:
     is_loop = case.scatters_in_ring(axes) and (
         math.prod(case.sizes[axis] for axis in axes) > UNROLLED
     )
-    if is_loop or not case.target.device.torus:
+    one_row = case.rows == case.ways(("batch",), (case.rows,))
+    if is_loop or one_row or not case.target.device.torus:
         return part(case, "logits", "and their gradient", Values(case.costs.logits, 2))
     return part(case, "logits", "", Values(case.costs.logits))
 

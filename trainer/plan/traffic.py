@@ -69,7 +69,6 @@ def by_axes(transfers: tuple[Transfer, ...]) -> dict[tuple[str, ...], int]:
 
 def _weights(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
-    rings = all(case.target.wrap[: len(case.target.shape)])
     for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
         axes = more_cut(stored, whole)
         if stored.path == "embedding" and _stays(case):
@@ -83,9 +82,7 @@ def _weights(case: Case) -> Iterator[Transfer]:
         elif stored.path == case.costs.head.weight:
             uses = gathers_of_head(case)
         size = whole.bytes_per_device // whole.itemsize * case.itemsize
-        as_sum = axes and case.takes_slice(axes) and not rings
-        kind = "all-reduce" if as_sum else "all-gather"
-        yield Transfer(kind, axes, each * uses * size, "weights")
+        yield Transfer("all-gather", axes, each * uses * size, "weights")
 
 
 def _stays(case: Case) -> bool:
