@@ -37,7 +37,6 @@ MODELS = {
 }
 INTERLEAVED = 'pipeline.schedule="interleaved"'
 # On GPUs attention is cuDNN's kernel, but in a pipeline jax cannot cut that yet.
-CUDNN, PLAIN = ('model.attention="cudnn"',), 'model.attention="xla"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +52,8 @@ class Case:
         kind = "".join(", interleaved" for s in self.settings if s == INTERLEAVED)
         parts = [s.split("=")[1] for s in self.settings if s.startswith("num_micro")]
         micro = f", {parts[0]} microbatches" if parts else ""
-        plain = ", xla attention" if PLAIN in self.settings else ""
         words = f"{self.model} {self.target} {self.mesh} {self.remat}"
-        return f"{words}{kind}{micro}{plain}"
+        return f"{words}{kind}{micro}"
 
     def plan(self):
         name, settings = MODELS[self.model]
@@ -94,30 +92,28 @@ CASES = [
     Case("8b", V5P, "pipe=4,fsdp=16", "full", 256, micro(16)),
     Case("gpt2", "2xv5e:4x4", "data=2/2,fsdp=16", "full", 256),
     Case("8b", "2xv5p-128", "data=2/2,fsdp=64", "full", 128),
-    Case("gpt2", H100, "fsdp=16", "full", 128, CUDNN),
-    Case("gpt2", H100, "fsdp=16", "none", 64, CUDNN),
-    Case("gpt2", H100, "fsdp=4,tensor=4", "save-named", 32, CUDNN),
-    Case("gpt2", H100, "pipe=4,fsdp=4", "full", 128, micro(8, PLAIN)),
-    Case("1b", H100, "fsdp=16", "full", 64, CUDNN),
-    Case("1b", H100, "fsdp=16", "full", 128, micro(4, *CUDNN)),
-    Case("1b", H100, "fsdp=16", "save-named", 32, CUDNN),
-    Case("1b", H100, "fsdp=4,tensor=4", "save-dots", 16, CUDNN),
-    Case("1b", H100, "fsdp=8,tensor=2", "none", 16, CUDNN),
-    Case("1b", H100, "data=2,fsdp=8", "full", 64, CUDNN),
-    Case("1b", H100, "pipe=4,fsdp=4", "save-named", 64, micro(16, PLAIN)),
-    Case(
-        "1b", H100, "pipe=2,fsdp=4,tensor=2", "full", 64, micro(8, INTERLEAVED, PLAIN)
-    ),
-    Case("1b", "a100:2x8", "fsdp=16", "save-dots", 32, CUDNN),
-    Case("7b", MANY, "fsdp=64", "full", 128, CUDNN),
-    Case("7b", MANY, "fsdp=64", "save-dots", 64, CUDNN),
-    Case("7b", MANY, "fsdp=16,tensor=4", "full", 128, CUDNN),
-    Case("7b", MANY, "fsdp=8,tensor=8", "none", 32, CUDNN),
-    Case("7b", MANY, "pipe=4,fsdp=8,tensor=2", "save-named", 64, micro(8, PLAIN)),
-    Case("8b", MANY, "fsdp=64", "save-named", 64, CUDNN),
-    Case("8b", MANY, "fsdp=8,tensor=8", "full", 64, CUDNN),
-    Case("8b", MANY, "fsdp=16,tensor=4", "save-named", 32, CUDNN),
-    Case("8b", MANY, "pipe=4,fsdp=16", "full", 256, micro(16, PLAIN)),
+    Case("gpt2", H100, "fsdp=16", "full", 128),
+    Case("gpt2", H100, "fsdp=16", "none", 64),
+    Case("gpt2", H100, "fsdp=4,tensor=4", "save-named", 32),
+    Case("gpt2", H100, "pipe=4,fsdp=4", "full", 128, micro(8)),
+    Case("1b", H100, "fsdp=16", "full", 64),
+    Case("1b", H100, "fsdp=16", "full", 128, micro(4)),
+    Case("1b", H100, "fsdp=16", "save-named", 32),
+    Case("1b", H100, "fsdp=4,tensor=4", "save-dots", 16),
+    Case("1b", H100, "fsdp=8,tensor=2", "none", 16),
+    Case("1b", H100, "data=2,fsdp=8", "full", 64),
+    Case("1b", H100, "pipe=4,fsdp=4", "save-named", 64, micro(16)),
+    Case("1b", H100, "pipe=2,fsdp=4,tensor=2", "full", 64, micro(8, INTERLEAVED)),
+    Case("1b", "a100:2x8", "fsdp=16", "save-dots", 32),
+    Case("7b", MANY, "fsdp=64", "full", 128),
+    Case("7b", MANY, "fsdp=64", "save-dots", 64),
+    Case("7b", MANY, "fsdp=16,tensor=4", "full", 128),
+    Case("7b", MANY, "fsdp=8,tensor=8", "none", 32),
+    Case("7b", MANY, "pipe=4,fsdp=8,tensor=2", "save-named", 64, micro(8)),
+    Case("8b", MANY, "fsdp=64", "save-named", 64),
+    Case("8b", MANY, "fsdp=8,tensor=8", "full", 64),
+    Case("8b", MANY, "fsdp=16,tensor=4", "save-named", 32),
+    Case("8b", MANY, "pipe=4,fsdp=16", "full", 256, micro(16)),
 ]
 
 

@@ -179,7 +179,7 @@ class Config:
     def num_params(self) -> int:
         """Parameters, without the vocabulary's padding."""
         config = dataclasses.replace(self, pad_vocab_to=1)
-        shapes = jax.eval_shape(config.init, jax.random.key(0))
+        shapes = jax.eval_shape(lambda: config.init(jax.random.key(0)))
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
     def model_flops(self, batch: dict[str, Any]) -> float:

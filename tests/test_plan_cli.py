@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -136,3 +137,17 @@ def test_cheapest_changes_come_in_order():
     assert changes and all(change.plan.fits for change in changes)
     kinds = [change.flags for change in changes]
     assert len(set(kinds)) == len(kinds)
+
+
+def test_a_plan_asks_for_no_device():
+    """Compilers' environments have plugins that fail loudly where there is no GPU."""
+    words = ["plan", "--config", "gpt2_124m", "--target", "h100:1x8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshloom.trainer.cli", *words, "--mesh", "fsdp=8"],
+        env={**os.environ, "JAX_PLATFORMS": "no_such_platform"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "It fits" in done.stdout

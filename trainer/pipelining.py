@@ -154,7 +154,8 @@ def plan_pipeline(
     schedule = _make(name, num_stages, num, num_chunks)
     stack = model.stack()
     if num_layers is None:
-        blocks = jax.eval_shape(model.init, jax.random.key(0))[stack.blocks]
+        state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+        blocks = state[stack.blocks]
         num_layers = int(jax.tree.leaves(blocks)[0].shape[0])
     try:
         order = layer_order(num_layers, num_stages, schedule.num_chunks)

@@ -164,7 +164,8 @@ def plan_layout(
     def init(key):
         return begin(model.init(key))
 
-    abstract = jax.eval_shape(init, jax.random.key(0))
+    # The key is made inside, so that a plan asks for no device.
+    abstract = jax.eval_shape(lambda: init(jax.random.key(0)))
     params = resolve(abstract.params, rules, mesh, axes=axes)
     opt_axes = axes_for_state(abstract.opt_state, abstract.params, axes)
     opt_state = resolve(

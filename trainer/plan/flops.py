@@ -80,6 +80,9 @@ def flops(case: Case) -> Flops:
         layers //= case.pipeline.schedule.num_chunks
         if not costs.keeps_weights:
             backward += forward
+            # A block's last product only adds to the stream; where a chunk is one
+            # block, the compiler sees that its backward pass does not need it.
+            backward -= each[costs.products[-1].name] if layers == 1 else 0
     blocks = layers * (times.forwards * forward + times.backwards * backward)
     head = times.heads * (1 + costs.head.backward) * _device(case, costs.head)
     head /= case.num_stages

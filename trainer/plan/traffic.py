@@ -142,8 +142,9 @@ def _sums(case: Case) -> Iterator[Transfer]:
     streams = set(case.cuts(costs.residual.axes, costs.residual.shape))
     for product in costs.products:
         again = times.backwards if product.name in costs.recomputed else 0
+        is_needed = layers > 1 or product is not costs.products[-1]
         runs = {
-            product.summed: times.forwards + starts + again,
+            product.summed: times.forwards + (starts if is_needed else 0) + again,
             product.spread: times.backwards,
         }
         for name, count in runs.items():
