@@ -16,7 +16,12 @@ MAY_IMPORT = {
     "launch": set(),
 }
 # Packages inside a package.
-ROOMS = {"launch/targets", "sharding/pipeline", "trainer/plan"}
+ROOMS = {
+    "launch/targets",
+    "sharding/pipeline",
+    "trainer/plan",
+    "trainer/plan/compile",
+}
 CHECKED = (*MAY_IMPORT, "tests", "benchmarks")
 VAGUE = {"utils", "util", "common", "misc", "helpers"}
 MESH_AXES = {"replica", "data", "fsdp", "expert", "context", "tensor", "pipe"}

@@ -12,7 +12,7 @@ from meshloom.sharding import MeshSpec
 from meshloom.trainer import cli, config_files
 from meshloom.trainer.plan import finalists as finalists_lib
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.compiled import Compiled, Refused
+from meshloom.trainer.plan.compile.compiled import Compiled, Refused
 from meshloom.trainer.plan.finalists import Finalist, compile_finalist, table
 from meshloom.trainer.train import Config
 

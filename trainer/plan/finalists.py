@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ...sharding.text import align, human_bytes
-from .compiled import Compiled, Refused, compile_step
+from .compile.compiled import Compiled, Refused, compile_step
 from .predict import Plan
 from .text import seconds_text
 

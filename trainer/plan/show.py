@@ -28,7 +28,7 @@ def show(args: Namespace) -> int | None:
     found = plan(config, args.target, batch=args.batch)
     compiled = None
     if args.compile:
-        from . import compiled as compiled_lib
+        from .compile import compiled as compiled_lib
 
         compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
     if args.html is not None:

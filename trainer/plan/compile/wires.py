@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...sharding.hlo_collectives import UNKNOWN_AXES, Found, mesh_axes
-from .hardware import Target
-from .roofline import links
-from .traffic import Transfer
+from ....sharding.hlo_collectives import UNKNOWN_AXES, Found, mesh_axes
+from ..hardware import Target
+from ..roofline import links
+from ..traffic import Transfer
 
 
 class Taken(NamedTuple):

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ...sharding import hlo
-from ...sharding.hlo_async import Placed, pairs, place
-from ...sharding.hlo_text import Instruction, Module
-from ...sharding.hlo_work import Reader, Work
-from .hardware import Target
+from ....sharding import hlo
+from ....sharding.hlo_async import Placed, pairs, place
+from ....sharding.hlo_text import Instruction, Module
+from ....sharding.hlo_work import Reader, Work
+from ..hardware import Target
 from .wires import Taken, Wires
 
 COMPUTE, MEMORY = "compute", "memory"

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..hardware import Target
 from .gpu_targets import CHIPS, target_config
-from .hardware import Target
 
 # With no GPU to try products on, XLA takes for its own kernels the first tiling there
 # is. cuBLAS needs no choice, and most large products run there after tuning too.

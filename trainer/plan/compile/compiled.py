@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...sharding.text import align, human_bytes
+from ....sharding.text import align, human_bytes
+from ..predict import Plan
+from ..traffic import by_axes
 from .compilers import find_compiler
-from .predict import Plan
 from .program import model_program
-from .traffic import by_axes
 
-MODULE = "meshloom.trainer.plan.compile_worker"
+MODULE = "meshloom.trainer.plan.compile.worker"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...sharding import hlo, hlo_text
-from .hardware import Target
+from ....sharding import hlo, hlo_text
+from ..hardware import Target
 from .walk import Walk
 from .wires import Wires
 

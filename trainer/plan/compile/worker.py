@@ -1,6 +1,6 @@
 """Compiles one train step for devices that are not here; compiled.py starts it.
 
-python -m meshloom.trainer.plan.compile_worker JOB.pickle DUMP
+python -m meshloom.trainer.plan.compile.worker JOB.pickle DUMP
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from ...sharding import audit, hlo
-from ..setup import prepare
+from ....sharding import audit, hlo
+from ...setup import prepare
 
 # Attention as one kernel: cuDNN's, or one written for TPUs.
 ATTENTION_KERNELS = ('"__cudnn$fmha', '"tpu_custom_call"')
