@@ -21,6 +21,7 @@ ROOMS = {
     "sharding/pipeline",
     "trainer/plan",
     "trainer/plan/compile",
+    "trainer/plan/searching",
 }
 CHECKED = (*MAY_IMPORT, "tests", "benchmarks")
 VAGUE = {"utils", "util", "common", "misc", "helpers"}

@@ -176,11 +176,11 @@ def _plan(args: argparse.Namespace) -> int | None:
         )
     _check(args)
     if args.scale:
-        from .plan import scaling_show
+        from .plan.searching import scaling_show
 
         return scaling_show.show(args)
     if args.search or args.smallest:
-        from .plan import search_show
+        from .plan.searching import show as search_show
 
         return search_show.show(args)
     from .plan import show

@@ -7,7 +7,7 @@ from ...sharding.text import align, human_bytes
 from . import explain
 from .advice import cheapest_changes
 from .predict import Plan, plan
-from .smallest import in_words, smallest
+from .searching.smallest import in_words, smallest
 from .text import bar as _bar
 from .text import print_styled as _print
 from .text import seconds_text as _seconds

@@ -6,10 +6,10 @@ from html import escape
 
 import numpy as np
 
-from ...sharding.pipeline.picture import FONT, INK, PAPER, RULE, SHADES, SOFT
-from ..curves import Axis, value_axis
+from ....sharding.pipeline.picture import FONT, INK, PAPER, RULE, SHADES, SOFT
+from ...curves import Axis, value_axis
+from ..text import seconds_text
 from .scaling import Kind, Point
-from .text import seconds_text
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 72, 40, 76, 60

@@ -10,9 +10,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
-from ...sharding.text import human_bytes
+from ....sharding.text import human_bytes
+from ..predict import Plan
 from .candidates import Choice
-from .predict import Plan
 from .searching import Candidate, Search
 
 # Of each thing, so many other values are shown, those that lose by least first.

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from ...sharding.text import align, human_bytes
-from .compile.compiled import Compiled, Refused, compile_step
-from .predict import Plan
-from .text import seconds_text
+from ....sharding.text import align, human_bytes
+from ..compile.compiled import Compiled, Refused, compile_step
+from ..predict import Plan
+from ..text import seconds_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import config_files, config_tree
-from ..config_text import GinText
+from ... import config_files, config_tree
+from ...config_text import GinText
 
 if TYPE_CHECKING:
-    from ..train import Config
+    from ...train import Config
 
 
 # Written also where the base has the same, so that a change of it changes nothing here.

@@ -8,19 +8,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.text import align, human_bytes
+from ....sharding.text import align, human_bytes
+from ..hardware import Target, parse_target
+from ..predict import Plan
+from ..show import DOES_NOT_FIT
+from ..text import print_styled, seconds_text
 from .chosen_config import write
 from .finalists import Finalist, compile_finalist, table
-from .hardware import Target, parse_target
-from .predict import Plan
 from .reasons import reasons, why_not
 from .searching import Candidate, Search, search
-from .show import DOES_NOT_FIT
 from .smallest import in_words, smallest
-from .text import print_styled, seconds_text
 
 if TYPE_CHECKING:
-    from ..train import Config
+    from ...train import Config
 
 TOP, PARTS_SHOWN = 5, 3
 
@@ -57,7 +57,7 @@ def show(args: Namespace) -> int | None:
 def load(args: Namespace) -> "Config":
     import jax
 
-    from .. import commands
+    from ... import commands
 
     # Shapes need no accelerator; taking one here would keep a training from it.
     jax.config.update("jax_platforms", "cpu")

@@ -6,14 +6,14 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...sharding.text import align
-from .hardware import parse_target
+from ....sharding.text import align
+from ..hardware import parse_target
+from ..show import DOES_NOT_FIT
+from ..text import bar, print_styled, seconds_text
 from .reasons import why_not
 from .scaling import Kind, Point, scaling
 from .scaling_picture import svg
-from .search_show import Ticker, load, tokens_a_second
-from .show import DOES_NOT_FIT
-from .text import bar, print_styled, seconds_text
+from .show import Ticker, load, tokens_a_second
 
 WIDTH = 20
 TITLES: dict[Kind, str] = {

@@ -16,16 +16,16 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
-from ...models.remat import Remat
-from ...sharding import MeshSpec, parse_plan
-from ...sharding.mesh import AXES
-from ...sharding.resolve import Indivisible
-from ..pipelining import Pipelining
-from .case import Case, make_case
-from .hardware import Target
+from ....models.remat import Remat
+from ....sharding import MeshSpec, parse_plan
+from ....sharding.mesh import AXES
+from ....sharding.resolve import Indivisible
+from ...pipelining import Pipelining
+from ..case import Case, make_case
+from ..hardware import Target
 
 if TYPE_CHECKING:
-    from ..train import Config
+    from ...train import Config
 
 REMATS: tuple[Remat, ...] = get_args(Remat)
 SEARCHED = ("pipe", "data", "fsdp", "tensor")

@@ -8,12 +8,12 @@ import dataclasses
 import fractions
 from typing import TYPE_CHECKING, Literal
 
-from .hardware import Target, parse_target, sizes_of
-from .predict import Plan
+from ..hardware import Target, parse_target, sizes_of
+from ..predict import Plan
 from .searching import Candidate, Progress, Search, search
 
 if TYPE_CHECKING:
-    from ..train import Config
+    from ...train import Config
 
 Kind = Literal["strong", "weak"]
 LEAST, MOST = 8, 4096
