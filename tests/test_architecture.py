@@ -22,6 +22,7 @@ ROOMS = {
     "trainer/plan",
     "trainer/plan/compile",
     "trainer/plan/searching",
+    "trainer/report",
 }
 CHECKED = (*MAY_IMPORT, "tests", "benchmarks")
 VAGUE = {"utils", "util", "common", "misc", "helpers"}

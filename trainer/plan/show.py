@@ -32,7 +32,7 @@ def show(args: Namespace) -> int | None:
 
         compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
     if args.html is not None:
-        from ..report_plan import write_plan
+        from ..report.plan import write_plan
 
         name = " + ".join(args.config or ["default"])
         write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)

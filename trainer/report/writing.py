@@ -3,12 +3,12 @@
 import datetime
 from pathlib import Path
 
-from . import report_sections as sections
-from .metrics import replace_text
-from .report_data import read_run
-from .report_page import page
-from .report_pipeline import pipeline
-from .report_plan import forecast
+from ..metrics import replace_text
+from . import sections
+from .data import read_run
+from .page import page
+from .pipeline import pipeline
+from .plan import forecast
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:

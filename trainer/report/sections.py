@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..progress import duration
 from .charts import Chart, Curve, render
 from .curves import rolling_mean, short_number
-from .progress import duration
-from .report_data import Run, columns, training_seconds
-from .report_tables import absent, code, plain_text, section, table
+from .data import Run, columns, training_seconds
+from .tables import absent, code, plain_text, section, table
 
 _TITLES = {
     "learning_rate": "Learning rate",

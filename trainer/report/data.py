@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import metrics
+from .. import metrics
 
 # Where the root of a config says how long a run is.
 _TOTAL_KEYS = ("num_steps", "steps")

@@ -3,10 +3,10 @@
 from html import escape
 from typing import Any
 
-from ..sharding.pipeline import Schedule, make, picture
+from ...sharding.pipeline import Schedule, make, picture
 from .curves import short_number
-from .report_data import Run, median_step_seconds
-from .report_tables import code, section, table
+from .data import Run, median_step_seconds
+from .tables import code, section, table
 
 # Operations that are drawn, about 350 kB of them; more would make the page slow.
 MAX_DRAWN = 2100

@@ -6,14 +6,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..sharding.text import human_bytes
+from ...sharding.text import human_bytes
+from ..metrics import replace_text
+from ..plan.comparison import compare
+from ..plan.text import seconds_text
 from .curves import short_number
-from .metrics import replace_text
-from .plan.comparison import compare
-from .plan.text import seconds_text
-from .report_data import Run, median_step_seconds
-from .report_page import page
-from .report_tables import absent, code, section, table
+from .data import Run, median_step_seconds
+from .page import page
+from .tables import absent, code, section, table
 
 Bar = tuple[str, str, str, float]  # name, detail, value, share of the whole
 
