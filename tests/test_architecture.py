@@ -19,6 +19,7 @@ MAY_IMPORT = {
 ROOMS = {
     "launch/targets",
     "sharding/pipeline",
+    "trainer/doctor",
     "trainer/plan",
     "trainer/plan/compile",
     "trainer/plan/searching",

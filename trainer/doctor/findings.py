@@ -1,6 +1,6 @@
 """`meshloom doctor`: is this machine fit to train, and if not, what is to be done?
 
-Standard library only, like all doctor_*.py but doctor_probe.py, which runs in a process
+Standard library only, like all of this folder but probe.py, which runs in a process
 of its own: a broken jax or a driver that hangs must not take the doctor along.
 """
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .doctor import Finding
+from .findings import Finding
 
 # Plugins by which jax reaches an accelerator, where they are installed.
 PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")

@@ -1,6 +1,6 @@
 """Run by the doctor in a process of its own: prints one line of JSON, or breaks.
 
-`doctor_probe devices` starts jax. `doctor_probe config NAMES SETS`, JSON lists, loads a
+`probe devices` starts jax. `probe config NAMES SETS`, JSON lists, loads a
 config and opens its data as `train --dry-run` does, but looks for no devices: this
 one machine need not have those of the job.
 """
@@ -21,8 +21,8 @@ def devices() -> dict[str, Any]:
 
 
 def config(names: list[str], sets: list[str]) -> dict[str, Any]:
-    from . import config_files, metrics, storage
-    from .train import Config
+    from .. import config_files, metrics, storage
+    from ..train import Config
 
     try:
         loaded = config_files.load(names, sets, root=Config).config

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .doctor_probe import MARK
+from .probe import MARK
 
 # Lines that say most about why a process broke, the best first.
 TELLING = (
@@ -28,7 +28,7 @@ class Question:
         self._seconds, self._begin = seconds, time.monotonic()
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshloom.trainer.doctor_probe", *words],
+            [sys.executable, "-P", "-m", "meshloom.trainer.doctor.probe", *words],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=self._output,

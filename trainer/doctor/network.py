@@ -9,9 +9,9 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
-from ..launch import place
-from ..launch.masking import masked
-from .doctor import Finding
+from ...launch import place
+from ...launch.masking import masked
+from .findings import Finding
 
 MATTER = ("MESHLOOM_", "JAX_", "XLA_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_VISIBLE_")
 SCHEDULERS = {

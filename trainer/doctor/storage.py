@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .doctor import Finding
+from .findings import Finding
 
 GIB = 2**30
 FEW_BYTES = GIB  # a warning below
