@@ -19,6 +19,7 @@ MAY_IMPORT = {
 ROOMS = {
     "launch/targets",
     "sharding/pipeline",
+    "trainer/config",
     "trainer/doctor",
     "trainer/plan",
     "trainer/plan/compile",
@@ -104,7 +105,7 @@ def test_the_launcher_lives_without_jax():
 
 
 def test_one_file_knows_gin():
-    assert users("gin", *MAY_IMPORT) == {"trainer/config_files.py"}
+    assert users("gin", *MAY_IMPORT) == {"trainer/config/files.py"}
 
 
 def test_nobody_reaches_into_jax():

@@ -9,7 +9,7 @@ import pytest
 from tiny_plans import config
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import config_files
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.pipelining import Pipelining
 from meshloom.trainer.plan import parse_target, plan, search
 from meshloom.trainer.plan.hardware import sizes_of

@@ -9,7 +9,8 @@ import pytest
 from tiny_plans import config
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import cli, config_files
+from meshloom.trainer import cli
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import plan
 from meshloom.trainer.plan.compile.compiled import Compiled, Refused
 from meshloom.trainer.plan.searching import finalists as finalists_lib

@@ -6,7 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..launch.statuses import PREEMPTED
-from . import config_files, config_tree
+from .config import files as config_files
+from .config import tree as config_tree
 
 DEFAULT_CONFIG = "default"
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from . import config_tree, distributed, rollcall_folder, rollcall_table
+from . import distributed, rollcall_folder, rollcall_table
+from .config import tree as config_tree
 from .setup import Setup
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from rich.console import Console
 from ..sharding import MeshSpec, parse_plan
 from . import (
     compiler_options,
-    config_tree,
     distributed,
     loop,
     metrics,
@@ -23,6 +22,7 @@ from . import (
     weights,
 )
 from .checkpoint import Checkpoints, latest_step
+from .config import tree as config_tree
 from .data import Source
 from .ledger import Ledger
 from .optimizers import Optimizer

@@ -21,7 +21,8 @@ def devices() -> dict[str, Any]:
 
 
 def config(names: list[str], sets: list[str]) -> dict[str, Any]:
-    from .. import config_files, metrics, storage
+    from .. import metrics, storage
+    from ..config import files as config_files
     from ..train import Config
 
     try:

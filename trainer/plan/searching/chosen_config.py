@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import config_files, config_tree
-from ...config_text import GinText
+from ...config import files as config_files
+from ...config import tree as config_tree
+from ...config.text import GinText
 
 if TYPE_CHECKING:
     from ...train import Config

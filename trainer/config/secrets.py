@@ -6,8 +6,8 @@ run is continued, and compared, with what they hold.
 
 from typing import Any
 
-from ..launch.masking import holds_password, looks_secret, masked_command
-from . import config_tree
+from ...launch.masking import holds_password, looks_secret, masked_command
+from . import tree as config_tree
 
 REASON = (
     "expected none, as the config is written into the run folder. Let the code read it "

@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from .config_tree import init_fields, is_node, join, origin_of, walk
+from .tree import init_fields, is_node, join, origin_of, walk
 
 
 class GinText:

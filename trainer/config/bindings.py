@@ -13,8 +13,8 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from . import config_tree
-from .config_tree import join, label
+from . import tree as config_tree
+from .tree import join, label
 
 Scope = tuple[str, ...]
 # Begins the scope of one place, made for a `--set` by path; no gin name starts so.

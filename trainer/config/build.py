@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import config_tree, config_types
-from .config_bindings import (
+from . import tree as config_tree
+from . import types as config_types
+from .bindings import (
     Binding,
     Bindings,
     ConfigError,
@@ -20,7 +21,7 @@ from .config_bindings import (
     map_items,
     parameters,
 )
-from .config_tree import join, label
+from .tree import join, label
 
 
 class _Required(Exception):

@@ -5,7 +5,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .config_tree import label
+from .tree import label
 
 
 def conform(value: Any, annotation: Any) -> Any:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .config_bindings import ConfigError, Ref, map_items, nearest
+from .bindings import ConfigError, Ref, map_items, nearest
 
 Modules = Mapping[str, types.ModuleType]
 

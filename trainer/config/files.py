@@ -21,8 +21,10 @@ import gin
 from gin import config as gin_config
 from gin import config_parser
 
-from . import config_modules, config_secrets, config_tree
-from .config_bindings import (
+from . import modules as config_modules
+from . import secrets as config_secrets
+from . import tree as config_tree
+from .bindings import (
     Binding,
     Bindings,
     ConfigError,
@@ -32,9 +34,9 @@ from .config_bindings import (
     parameters,
     require_parameter,
 )
-from .config_build import Builder, check_unused, conform
-from .config_text import GinText
-from .config_tree import label
+from .build import Builder, check_unused, conform
+from .text import GinText
+from .tree import label
 
 
 @dataclasses.dataclass(frozen=True)
