@@ -25,6 +25,7 @@ ROOMS = {
     "trainer/plan/compile",
     "trainer/plan/searching",
     "trainer/report",
+    "trainer/rollcall",
 }
 CHECKED = (*MAY_IMPORT, "tests", "benchmarks")
 VAGUE = {"utils", "util", "common", "misc", "helpers"}

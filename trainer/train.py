@@ -16,7 +16,6 @@ from . import (
     loop,
     metrics,
     probe,
-    rollcall,
     sampling,
     storage,
     weights,
@@ -31,6 +30,7 @@ from .plan import forecast as forecast_lib
 from .plan.comparison import compare
 from .pulse import ALLOW_SECONDS, Pulse
 from .report import write_report
+from .rollcall import calling as rollcall
 from .run_folder import RunFolder, environment
 from .schedules import Schedule
 from .session import Session

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from . import distributed
+from .. import distributed
 
 PREFIX = ".rollcall-"
 # For how long a file of another host may be hidden by what a network file system keeps.

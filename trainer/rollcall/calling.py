@@ -4,7 +4,7 @@ A job trains one program on one kind of machine. A host with another version, co
 corpus or clock makes it hang, or train something else without a word. So each process
 reports twice: right after joining what it is, before anything that could hang; and when
 its setup stands, what it is about to do. Any difference ends the job in all processes
-with one table that names who is odd (see rollcall_table.py).
+with one table that names who is odd (see table.py).
 
 Reports go through jax's store of keys and values, and need no devices that agree.
 """
@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from . import distributed, rollcall_folder, rollcall_table
-from .config import tree as config_tree
-from .setup import Setup
+from .. import distributed
+from ..config import tree as config_tree
+from ..setup import Setup
+from . import folder as rollcall_folder
+from . import table as rollcall_table
 
 if TYPE_CHECKING:
-    from .train import Config
+    from ..train import Config
 
 # How long processes that have joined may take to import and to read their config.
 FIRST_SECONDS = 300.0
@@ -160,7 +162,7 @@ def code(config: "Config") -> dict[str, str]:
 
     Names do not depend on where it is installed.
     """
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     files = {
         path.relative_to(root).as_posix(): path
         for package in PACKAGES
