@@ -21,6 +21,7 @@ ROOMS = {
     "sharding/pipeline",
     "trainer/config",
     "trainer/doctor",
+    "trainer/drill",
     "trainer/plan",
     "trainer/plan/compile",
     "trainer/plan/searching",

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..launch.statuses import BAD_INPUT, DONE, PREEMPTED
-from . import faults
-from .checkpoint import committed_steps
-from .drill_job import Failed, Job, Plan, running
-from .holds import Hold, Point
+from ...launch.statuses import BAD_INPUT, DONE, PREEMPTED
+from .. import faults
+from ..checkpoint import committed_steps
+from ..holds import Hold, Point
+from .job import Failed, Job, Plan, running
 
 Fault = Callable[[Plan, Path], float]
 

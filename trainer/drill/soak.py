@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..sharding.text import align
+from ...sharding.text import align
 from . import drill
-from .drill_job import Failed, Job, Plan, running
+from .job import Failed, Job, Plan, running
 
 
 @dataclasses.dataclass

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..launch.group import GUARD
-from . import ledger, metrics
-from .holds import VARIABLE, Hold
+from ...launch.group import GUARD
+from .. import ledger, metrics
+from ..holds import VARIABLE, Hold
 
 POLL_SECONDS = 0.02
 

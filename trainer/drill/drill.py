@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from ..sharding.text import align
-from . import certificate, ledger_audit
-from .drill_faults import FAULTS, ON_ANOTHER_MESH, can_mount
-from .drill_job import Failed, Plan, running
-from .ledger import Ledger
+from ...sharding.text import align
+from .. import certificate, ledger_audit
+from ..ledger import Ledger
+from .faults import FAULTS, ON_ANOTHER_MESH, can_mount
+from .job import Failed, Plan, running
 
 # Of losses on another mesh, over the first steps there, in float32.
 DRIFT, DRIFT_STEPS = 1e-5, 20
