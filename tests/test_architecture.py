@@ -19,6 +19,7 @@ MAY_IMPORT = {
 ROOMS = {
     "launch/targets",
     "sharding/pipeline",
+    "trainer/commands",
     "trainer/config",
     "trainer/doctor",
     "trainer/drill",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import COMMAND, TINY, command, refused
 
-from meshloom.trainer import cli_doctor
 from meshloom.trainer.cli import main
+from meshloom.trainer.commands import doctor as cli_doctor
 from meshloom.trainer.doctor import asking as doctor_asking
 from meshloom.trainer.doctor import findings as doctor
 from meshloom.trainer.doctor import machine as doctor_machine

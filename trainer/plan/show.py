@@ -20,7 +20,7 @@ def show(args: Namespace) -> int | None:
     """Prints the plan of the flags; the exit status says whether it fits."""
     import jax
 
-    from .. import commands
+    from ..commands import actions as commands
 
     # Shapes need no accelerator; taking one here would keep a training from it.
     jax.config.update("jax_platforms", "cpu")

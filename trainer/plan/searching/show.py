@@ -57,7 +57,7 @@ def show(args: Namespace) -> int | None:
 def load(args: Namespace) -> "Config":
     import jax
 
-    from ... import commands
+    from ...commands import actions as commands
 
     # Shapes need no accelerator; taking one here would keep a training from it.
     jax.config.update("jax_platforms", "cpu")

@@ -57,9 +57,9 @@ def _drill(args: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from .drill import drill, soak
-    from .drill.faults import FAULTS
-    from .drill.job import Plan
+    from ..drill import drill, soak
+    from ..drill.faults import FAULTS
+    from ..drill.job import Plan
 
     if args.list:
         print("\n".join(FAULTS))

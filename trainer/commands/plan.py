@@ -176,19 +176,19 @@ def _plan(args: argparse.Namespace) -> int | None:
         )
     _check(args)
     if args.scale:
-        from .plan.searching import scaling_show
+        from ..plan.searching import scaling_show
 
         return scaling_show.show(args)
     if args.search or args.smallest:
-        from .plan.searching import show as search_show
+        from ..plan.searching import show as search_show
 
         return search_show.show(args)
-    from .plan import show
+    from ..plan import show
 
     return show.show(args)
 
 
 def _schedule(args: argparse.Namespace) -> None:
-    from .plan import schedule
+    from ..plan import schedule
 
     schedule.show(args)

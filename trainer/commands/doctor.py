@@ -48,11 +48,11 @@ def _doctor(args: argparse.Namespace) -> int:
     import os
     import socket
 
-    from .doctor import findings as doctor
-    from .doctor import machine as doctor_machine
-    from .doctor import network as doctor_network
-    from .doctor import storage as doctor_storage
-    from .doctor.asking import Question
+    from ..doctor import findings as doctor
+    from ..doctor import machine as doctor_machine
+    from ..doctor import network as doctor_network
+    from ..doctor import storage as doctor_storage
+    from ..doctor.asking import Question
 
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be 0 to 65535, got {args.port}")
@@ -104,8 +104,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _config(answer: dict) -> Iterator:
-    from .doctor import storage as doctor_storage
-    from .doctor.findings import Finding
+    from ..doctor import storage as doctor_storage
+    from ..doctor.findings import Finding
 
     if error := answer.get("error"):
         remedy = "Mend that; meshloom train --dry-run checks the rest of the config."

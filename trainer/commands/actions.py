@@ -5,9 +5,9 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from ..launch.statuses import PREEMPTED
-from .config import files as config_files
-from .config import tree as config_tree
+from ...launch.statuses import PREEMPTED
+from ..config import files as config_files
+from ..config import tree as config_tree
 
 DEFAULT_CONFIG = "default"
 
@@ -15,7 +15,7 @@ DEFAULT_CONFIG = "default"
 def train(args: Namespace) -> int | None:
     import jax
 
-    from . import distributed
+    from .. import distributed
 
     if args.cpu_devices is not None:
         _use_cpu(args.cpu_devices)
@@ -30,8 +30,8 @@ def train(args: Namespace) -> int | None:
     if args.dry_run:
         _dry_run(loaded.config, workdir, args.insist)
         return None
-    from . import preemption
-    from . import train as train_lib
+    from .. import preemption
+    from .. import train as train_lib
 
     with preemption.listening() as should_leave:
         try:
@@ -70,8 +70,8 @@ def _with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files
 
 
 def explain(args: Namespace) -> None:
-    from ..sharding import MeshSpec, diff, lint
-    from ..sharding.text import human_bytes
+    from ...sharding import MeshSpec, diff, lint
+    from ...sharding.text import human_bytes
 
     loaded = _load(args)
     layout, rules = _plan(loaded.config, _without_devices(loaded.config.mesh))
@@ -102,7 +102,7 @@ def config_show(args: Namespace) -> None:
 
 
 def config_diff(args: Namespace) -> None:
-    from .train import Config
+    from ..train import Config
 
     a, b = (config_files.flat_values(x, root=Config) for x in (args.a, args.b))
     print(config_tree.format_diff(config_tree.diff(a, b)) or "No difference.")
@@ -111,9 +111,9 @@ def config_diff(args: Namespace) -> None:
 def generate(args: Namespace) -> None:
     import jax
 
-    from ..sharding import MeshSpec
-    from . import checkpoint, run_folder, sampling
-    from .train import Config
+    from ...sharding import MeshSpec
+    from .. import checkpoint, run_folder, sampling
+    from ..train import Config
 
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
@@ -163,8 +163,8 @@ def _names(args: Namespace) -> list[str]:
 
 def _load(args: Namespace) -> config_files.Loaded:
     """The config of the flags --config, --set and --mesh."""
-    from ..sharding import MeshSpec
-    from .train import Config
+    from ...sharding import MeshSpec
+    from ..train import Config
 
     loaded = config_files.load(_names(args), args.set, root=Config)
     for note in loaded.dropped:
@@ -179,7 +179,7 @@ def _without_devices(spec):
     """A mesh that need not be here; an axis of -1 takes the devices that are."""
     import jax
 
-    from ..sharding.mesh import AXES
+    from ...sharding.mesh import AXES
 
     is_open = any(getattr(spec, name) == -1 for name in AXES)
     return spec.abstract(jax.device_count() if is_open else None)
@@ -187,8 +187,8 @@ def _without_devices(spec):
 
 def _plan(config, mesh):
     """The layout of a config on a mesh, and the rules that made it."""
-    from ..sharding import parse_plan
-    from .state import plan_layout
+    from ...sharding import parse_plan
+    from ..state import plan_layout
 
     rules = parse_plan(config.plan)
     learning_rate = config.schedule.make(config.num_steps)
@@ -197,11 +197,11 @@ def _plan(config, mesh):
 
 
 def _dry_run(config, workdir: Path, insist: bool) -> None:
-    from . import weights
-    from .plan import forecast
-    from .run_folder import RunFolder
-    from .setup import prepare
-    from .train import FREE_FIELDS
+    from .. import weights
+    from ..plan import forecast
+    from ..run_folder import RunFolder
+    from ..setup import prepare
+    from ..train import FREE_FIELDS
 
     setup = prepare(config)
     folder = RunFolder(workdir)

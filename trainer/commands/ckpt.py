@@ -50,7 +50,7 @@ def _tools():
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from . import checkpoint_tools
+    from .. import checkpoint_tools
 
     return checkpoint_tools
 
