@@ -18,8 +18,9 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from meshloom.trainer import config_files, data, loop, metrics, setup, train
+from meshloom.trainer import data, loop, metrics, setup, train
 from meshloom.trainer.bad_steps import BadSteps
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.hooks import Recorder
 from meshloom.trainer.ledger import Ledger
 from meshloom.trainer.progress import Progress

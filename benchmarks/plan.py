@@ -13,9 +13,9 @@ import json
 import time
 from pathlib import Path
 
-from meshloom.trainer import config_files
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.compiled import SMALL, Compiled, compile_step
+from meshloom.trainer.plan.compile.compiled import SMALL, Compiled, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 from meshloom.trainer.train import Config
 

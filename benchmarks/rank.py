@@ -14,8 +14,8 @@ from pathlib import Path
 
 from plan import Case, micro
 
-from meshloom.trainer.plan.compiled import compile_step
-from meshloom.trainer.plan.program import model_program
+from meshloom.trainer.plan.compile.compiled import compile_step
+from meshloom.trainer.plan.compile.program import model_program
 
 PLANS = {
     "1b v5e:4x4": [

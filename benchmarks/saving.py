@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 from overhead import ours
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import config_files, manifest, setup, train
+from meshloom.trainer import manifest, setup, train
 from meshloom.trainer.checkpoint import Checkpoints
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.hooks import Save
 from meshloom.trainer.state import State
 

@@ -12,7 +12,6 @@ from tiny_runs import TINY
 from meshloom.trainer import (
     bad_steps,
     checkpoint,
-    config_files,
     data,
     ledger,
     ledger_audit,
@@ -20,6 +19,7 @@ from meshloom.trainer import (
     metrics,
     train,
 )
+from meshloom.trainer.config import files as config_files
 
 
 class Poisoned:

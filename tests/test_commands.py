@@ -7,9 +7,11 @@ import re
 import pytest
 from tiny_runs import TINY, command
 
-from meshloom.trainer import commands, config_files, metrics
+from meshloom.trainer import metrics
 from meshloom.trainer import train as train_lib
 from meshloom.trainer.cli import main
+from meshloom.trainer.commands import actions as commands
+from meshloom.trainer.config import files as config_files
 
 
 def output(capsys, *argv) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from tiny_plans import config
 
-from meshloom.trainer.plan import compiled, compilers, plan
+from meshloom.trainer.plan import plan
+from meshloom.trainer.plan.compile import compiled, compilers
 from meshloom.trainer.plan.hardware import DEVICES, parse_target
 
 

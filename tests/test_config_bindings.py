@@ -1,7 +1,7 @@
 import pytest
 from toy_configs import BASE, error, write
 
-from meshloom.trainer.config_files import load
+from meshloom.trainer.config.files import load
 
 
 def test_set_by_class_by_path_and_by_root_field(toy):

@@ -1,7 +1,7 @@
 import pytest
 from toy_configs import BASE, error, write
 
-from meshloom.trainer.config_files import load
+from meshloom.trainer.config.files import load
 
 
 def error_in(toy, line, sets=()):

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from meshloom.trainer import config_files, config_tree
-from meshloom.trainer.config_files import ConfigError, load, override
+from meshloom.trainer.config import files as config_files
+from meshloom.trainer.config import tree as config_tree
+from meshloom.trainer.config.files import ConfigError, load, override
 
 TOY = """
 import dataclasses

@@ -2,8 +2,8 @@ import types
 
 import pytest
 
-from meshloom.trainer.config_bindings import ConfigError, Ref
-from meshloom.trainer.config_modules import (
+from meshloom.trainer.config.bindings import ConfigError, Ref
+from meshloom.trainer.config.modules import (
     Written,
     find,
     find_all,
@@ -70,9 +70,8 @@ def test_message_of_a_name(modules, selector, expected):
             "there is no module 'toyz'; install it, or add its folder to PYTHONPATH",
         ),
         (
-            "meshloom.trainer.config_file",
-            "there is no module 'meshloom.trainer.config_file'; did you mean"
-            " 'config_files'?",
+            "meshloom.trainer.config.file",
+            "there is no module 'meshloom.trainer.config.file'; did you mean 'files'?",
         ),
         (
             "types.ModuleType",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshloom.trainer.config_text import GinText
+from meshloom.trainer.config.text import GinText
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshloom.trainer import config_tree
-from meshloom.trainer.config_tree import ABSENT, Change, diff
+from meshloom.trainer.config import tree as config_tree
+from meshloom.trainer.config.tree import ABSENT, Change, diff
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import pytest
 
-from meshloom.trainer.config_types import conform, describe
+from meshloom.trainer.config.types import conform, describe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 from tiny_runs import COMMAND, TINY, command, refused
 
-from meshloom.trainer import (
-    cli_doctor,
-    doctor,
-    doctor_asking,
-    doctor_machine,
-    doctor_network,
-    doctor_probe,
-)
-from meshloom.trainer import doctor_storage as storage
 from meshloom.trainer.cli import main
+from meshloom.trainer.commands import doctor as cli_doctor
+from meshloom.trainer.doctor import asking as doctor_asking
+from meshloom.trainer.doctor import findings as doctor
+from meshloom.trainer.doctor import machine as doctor_machine
+from meshloom.trainer.doctor import network as doctor_network
+from meshloom.trainer.doctor import probe as doctor_probe
+from meshloom.trainer.doctor import storage
 
 CPU = {"JAX_PLATFORMS": "cpu"}
 

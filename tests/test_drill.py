@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_runs import COMMAND, command, main, refused, sets_of, train
 
-from meshloom.trainer import drill, drill_faults, ledger, soak
+from meshloom.trainer import ledger
+from meshloom.trainer.drill import drill, soak
+from meshloom.trainer.drill import faults as drill_faults
 
 SHORT = ["--steps", "60", "--save-every", "10"]
 

@@ -296,7 +296,7 @@ def test_a_writer_that_is_not_installed(run, capfd, monkeypatch):
 
 def test_our_own_defects_keep_their_traceback(monkeypatch, tmp_path):
     """A ValueError from inside a library is not dressed up as the user's mistake."""
-    from meshloom.trainer import commands
+    from meshloom.trainer.commands import actions as commands
 
     monkeypatch.setattr(commands, "config_show", lambda args: int("x"))
     monkeypatch.setitem(vars(commands), "__name__", "elsewhere")

@@ -13,7 +13,8 @@ from tiny_plans import config as big_config
 
 from meshloom.models import transformer
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import config_files, metrics, peaks, train
+from meshloom.trainer import metrics, peaks, train
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import forecast, plan
 from meshloom.trainer.plan.comparison import compare
 from meshloom.trainer.plan.here import target_here

@@ -6,8 +6,10 @@ import pytest
 from tiny_runs import TINY, command, refused, train
 
 from meshloom.launch.masking import looks_secret, masked, masked_command, masked_text
-from meshloom.trainer import config_files, config_tree, run_folder
+from meshloom.trainer import run_folder
 from meshloom.trainer.cli import main
+from meshloom.trainer.config import files as config_files
+from meshloom.trainer.config import tree as config_tree
 from meshloom.trainer.train import Config
 
 SENTINEL = "s3ntinel-4711"

@@ -11,7 +11,8 @@ from tiny_runs import TINY
 
 from meshloom.sharding import MeshSpec
 from meshloom.sharding.pipeline import make, picture, simulate
-from meshloom.trainer import config_files, metrics, train
+from meshloom.trainer import metrics, train
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.pipelining import Pipelining
 from meshloom.trainer.report import write_report
 

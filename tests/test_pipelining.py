@@ -12,7 +12,8 @@ from tiny_runs import TINY
 
 from meshloom.sharding import MeshSpec, parse_plan
 from meshloom.sharding.pipeline import make
-from meshloom.trainer import config_files, train
+from meshloom.trainer import train
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.pipelining import Pipelining, plan_pipeline
 
 

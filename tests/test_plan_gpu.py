@@ -10,7 +10,7 @@ import pytest
 from tiny_plans import config
 
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.compiled import SMALL, compile_step
+from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 
 pytestmark = [

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from test_plan_search_cli import POOR, run
 from tiny_plans import config
 
-from meshloom.trainer.plan.scaling import device_rate, scaling
+from meshloom.trainer.plan.searching.scaling import device_rate, scaling
 
 
 def test_strong_scaling_keeps_the_batch_and_weak_its_part():

@@ -9,13 +9,13 @@ import pytest
 from tiny_plans import config
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import config_files
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.pipelining import Pipelining
 from meshloom.trainer.plan import parse_target, plan, search
-from meshloom.trainer.plan.candidates import REMATS, all_meshes
 from meshloom.trainer.plan.hardware import sizes_of
-from meshloom.trainer.plan.reasons import causes, kinds, reasons
-from meshloom.trainer.plan.smallest import smallest
+from meshloom.trainer.plan.searching.candidates import REMATS, all_meshes
+from meshloom.trainer.plan.searching.reasons import causes, kinds, reasons
+from meshloom.trainer.plan.searching.smallest import smallest
 from meshloom.trainer.train import Config
 
 BATCH, LAYERS = 16, 4

@@ -9,11 +9,12 @@ import pytest
 from tiny_plans import config
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import cli, config_files
-from meshloom.trainer.plan import finalists as finalists_lib
+from meshloom.trainer import cli
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.compiled import Compiled, Refused
-from meshloom.trainer.plan.finalists import Finalist, compile_finalist, table
+from meshloom.trainer.plan.compile.compiled import Compiled, Refused
+from meshloom.trainer.plan.searching import finalists as finalists_lib
+from meshloom.trainer.plan.searching.finalists import Finalist, compile_finalist, table
 from meshloom.trainer.train import Config
 
 DRILL = ["plan", "--config", "drill", "--target", "v5e-4"]

@@ -15,9 +15,9 @@ from meshloom.sharding import hlo, hlo_text
 from meshloom.sharding.hlo_kernels import causal_blocks
 from meshloom.sharding.hlo_work import Reader
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.compiled import Compiled
+from meshloom.trainer.plan.compile.compiled import Compiled
+from meshloom.trainer.plan.compile.program import model_program
 from meshloom.trainer.plan.hardware import Target, parse_target
-from meshloom.trainer.plan.program import model_program
 
 V5E = parse_target("v5e:4x4")
 FLOPS, HBM = 197e12, 819e9

@@ -15,9 +15,9 @@ import pytest
 import tiny_plans
 
 from meshloom.sharding.pipeline import make, simulate
-from meshloom.trainer import charts, curves, metrics
+from meshloom.trainer import metrics
 from meshloom.trainer.plan import plan
-from meshloom.trainer.report import write_report
+from meshloom.trainer.report import charts, curves, write_report
 
 NUM_STEPS, SPIKE, NAN = 3000, 1200, 2000
 PIPELINE = {"start": 0, "derived": True, **simulate(make("1f1b", 4, 8)).to_json()}

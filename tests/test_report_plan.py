@@ -8,7 +8,7 @@ from test_plan_explain import found
 
 from meshloom.trainer import cli, metrics
 from meshloom.trainer.report import write_report
-from meshloom.trainer.report_plan import plan_parts, write_plan
+from meshloom.trainer.report.plan import plan_parts, write_plan
 
 
 def document(start=0, measured=None, **changes):

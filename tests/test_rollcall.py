@@ -12,8 +12,11 @@ import pytest
 import short_runs
 from job_runs import CONFIG
 
-from meshloom.trainer import config_files, metrics, rollcall, rollcall_table
+from meshloom.trainer import metrics
 from meshloom.trainer import train as train_lib
+from meshloom.trainer.config import files as config_files
+from meshloom.trainer.rollcall import calling as rollcall
+from meshloom.trainer.rollcall import table as rollcall_table
 
 TESTS = Path(__file__).parent
 HERE = socket.gethostname()

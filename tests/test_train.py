@@ -20,7 +20,9 @@ import pytest
 from rich.console import Console
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import checkpoint, config_files, config_tree, data, metrics, train
+from meshloom.trainer import checkpoint, data, metrics, train
+from meshloom.trainer.config import files as config_files
+from meshloom.trainer.config import tree as config_tree
 
 TINY = str(pathlib.Path(__file__).with_name("tiny.gin"))
 NUM_STEPS, SAVE_EVERY, STOP = 12, 4, 6

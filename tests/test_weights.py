@@ -9,8 +9,9 @@ import pytest
 from tiny_runs import TINY, digest, main, refused, sets_of, train
 
 from meshloom.sharding.naming import path_name
-from meshloom.trainer import config_files, metrics, weights
+from meshloom.trainer import metrics, weights
 from meshloom.trainer.checkpoint_tools import Stored
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.setup import prepare
 from meshloom.trainer.train import Config
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshloom.trainer.config_files import ConfigError, load
+from meshloom.trainer.config.files import ConfigError, load
 
 BASE = """\
 from __gin__ import dynamic_registration

@@ -21,9 +21,11 @@ import jax
 
 from ..launch import once
 from ..launch.target import free_port
-from . import certificate, config_files, config_tree, metrics
+from . import certificate, metrics
 from .certify_meshes import Machine, Target, find_machine
 from .checkpoint import committed_steps
+from .config import files as config_files
+from .config import tree as config_tree
 from .ledger import FILE as LEDGER
 from .ledger import Ledger
 from .run_folder import CONFIG_GIN, CONFIG_JSON, PACKAGES, RunFolder

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from ..launch.masking import masked_command
 from ..launch.statuses import UNREACHABLE, Unreachable
-from . import cli_certify, cli_ckpt, cli_doctor, cli_drill, cli_ledger, cli_plan
+from .commands import certify as cli_certify
+from .commands import ckpt as cli_ckpt
+from .commands import doctor as cli_doctor
+from .commands import drill as cli_drill
+from .commands import ledger as cli_ledger
+from .commands import plan as cli_plan
 
 # Exit status for input that a person can mend; 1 stays for defects of our own.
 BAD_INPUT = 2
@@ -253,25 +258,25 @@ def _add_launch(commands) -> None:
 
 
 def _train(args) -> int | None:
-    from . import commands
+    from .commands import actions as commands
 
     return commands.train(args)
 
 
 def _explain(args) -> None:
-    from . import commands
+    from .commands import actions as commands
 
     commands.explain(args)
 
 
 def _config_show(args) -> None:
-    from . import commands
+    from .commands import actions as commands
 
     commands.config_show(args)
 
 
 def _config_diff(args) -> None:
-    from . import commands
+    from .commands import actions as commands
 
     commands.config_diff(args)
 
@@ -286,7 +291,7 @@ def _data_build(args) -> None:
 
 
 def _generate(args) -> None:
-    from . import commands
+    from .commands import actions as commands
 
     commands.generate(args)
 

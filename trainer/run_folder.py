@@ -16,7 +16,7 @@ from typing import Any
 from etils import epath
 
 from ..launch.masking import masked_command, masked_text
-from .config_tree import Change, diff, format_diff, read_run
+from .config.tree import Change, diff, format_diff, read_run
 from .metrics import replace_text
 from .storage import checkpoints_of
 

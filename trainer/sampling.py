@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..sharding import Sharder, parse_plan, resolve
-from .config_tree import label
+from .config.tree import label
 
 if TYPE_CHECKING:
     from .train import Config

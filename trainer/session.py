@@ -8,9 +8,10 @@ import jax
 from rich.console import Console
 
 from ..launch.masking import masked_text
-from . import config_tree, distributed, loop, metrics, weights
+from . import distributed, loop, metrics, weights
 from .bad_steps import BadSteps, Rewind, give_up
 from .checkpoint import Checkpoints, committed_steps
+from .config import tree as config_tree
 from .data import Order, device_batches
 from .hooks import Evaluate, Recorder, Save
 from .ledger import Ledger

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from ..sharding import Rules, Sharder, parse_plan
 from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.text import human_bytes
-from . import compiler_options, config_tree, sampling
+from . import compiler_options, sampling
 from . import step as step_lib
+from .config import tree as config_tree
 from .data import SAMPLE_IDS, Dataset
 from .pipelining import Pipelining, Plan, plan_pipeline
 from .run_folder import environment

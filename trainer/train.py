@@ -12,17 +12,16 @@ from rich.console import Console
 from ..sharding import MeshSpec, parse_plan
 from . import (
     compiler_options,
-    config_tree,
     distributed,
     loop,
     metrics,
     probe,
-    rollcall,
     sampling,
     storage,
     weights,
 )
 from .checkpoint import Checkpoints, latest_step
+from .config import tree as config_tree
 from .data import Source
 from .ledger import Ledger
 from .optimizers import Optimizer
@@ -31,6 +30,7 @@ from .plan import forecast as forecast_lib
 from .plan.comparison import compare
 from .pulse import ALLOW_SECONDS, Pulse
 from .report import write_report
+from .rollcall import calling as rollcall
 from .run_folder import RunFolder, environment
 from .schedules import Schedule
 from .session import Session

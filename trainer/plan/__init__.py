@@ -12,7 +12,7 @@ def __getattr__(name: str):
 
         return getattr(predict, name)
     if name in ("search", "Search"):
-        from . import searching
+        from .searching import searching
 
         return getattr(searching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...sharding import MeshSpec
-from .candidates import ONE_CHUNK, Choice
 from .case import make_case
 from .predict import Plan
-from .searching import search
+from .searching.candidates import ONE_CHUNK, Choice
+from .searching.searching import search
 
 if TYPE_CHECKING:
     from ..train import Config

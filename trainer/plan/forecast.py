@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...sharding.text import human_bytes
 from .. import metrics
 from ..progress import human
-from ..report_data import median_step_seconds
+from ..report.data import median_step_seconds
 from .here import target_here
 from .predict import Plan, plan
 from .text import seconds_text

@@ -7,10 +7,10 @@ that stores its scores, as far as that takes longer than its products. Network i
 each mesh axis sends over the links it has; `exposed` of it is what a step waits for.
 
 How often an array passes through HBM, and what XLA runs beside products, was read off
-compiled programs (program.py models their time; docs/plan.md compares). Rings of
-products and a pipeline's permutes are asynchronous everywhere. Gathers of weights are
-too on v5e and on GPUs, but for the first product of a block, which has nothing to hide
-behind. Sums and scatters are waited for.
+compiled programs (compile/program.py models their time; docs/plan.md compares). Rings
+of products and a pipeline's permutes are asynchronous everywhere. Gathers of weights
+are too on v5e and on GPUs, but for the first product of a block, which has nothing to
+hide behind. Sums and scatters are waited for.
 
 Which links an axis has: the last mesh axis (tensor) takes neighbours first. On a torus
 an axis that takes a whole dimension sends both ways round a ring if that dimension

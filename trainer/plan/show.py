@@ -7,7 +7,7 @@ from ...sharding.text import align, human_bytes
 from . import explain
 from .advice import cheapest_changes
 from .predict import Plan, plan
-from .smallest import in_words, smallest
+from .searching.smallest import in_words, smallest
 from .text import bar as _bar
 from .text import print_styled as _print
 from .text import seconds_text as _seconds
@@ -20,7 +20,7 @@ def show(args: Namespace) -> int | None:
     """Prints the plan of the flags; the exit status says whether it fits."""
     import jax
 
-    from .. import commands
+    from ..commands import actions as commands
 
     # Shapes need no accelerator; taking one here would keep a training from it.
     jax.config.update("jax_platforms", "cpu")
@@ -28,11 +28,11 @@ def show(args: Namespace) -> int | None:
     found = plan(config, args.target, batch=args.batch)
     compiled = None
     if args.compile:
-        from . import compiled as compiled_lib
+        from .compile import compiled as compiled_lib
 
         compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
     if args.html is not None:
-        from ..report_plan import write_plan
+        from ..report.plan import write_plan
 
         name = " + ".join(args.config or ["default"])
         write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)

@@ -1,0 +1,1 @@
+"""The subcommands of `meshloom`: flags, and what they do. cli.py puts them together."""

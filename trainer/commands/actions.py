@@ -1,0 +1,238 @@
+"""What the subcommands of `meshloom` do, once jax is worth importing."""
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from ...launch.statuses import PREEMPTED
+from ..config import files as config_files
+from ..config import tree as config_tree
+
+DEFAULT_CONFIG = "default"
+
+
+def train(args: Namespace) -> int | None:
+    import jax
+
+    from .. import distributed
+
+    if args.cpu_devices is not None:
+        _use_cpu(args.cpu_devices)
+    distributed.initialize()
+    with distributed.all_or_none():
+        loaded = _load(args)
+        if args.steps is not None:
+            loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+    loaded = _with_fewer_processes(loaded, jax.process_count())
+    workdir = args.workdir or Path("runs") / Path(_names(args)[-1]).stem
+    _use_compilation_cache()
+    if args.dry_run:
+        _dry_run(loaded.config, workdir, args.insist)
+        return None
+    from .. import preemption
+    from .. import train as train_lib
+
+    with preemption.listening() as should_leave:
+        try:
+            train_lib.train(
+                loaded.config,
+                workdir=workdir,
+                origins=loaded.origins,
+                config_text=loaded.text,
+                insist=args.insist,
+                should_leave=should_leave,
+            )
+        except preemption.Preempted as error:
+            print(f"meshloom: {error}. Run the same command again to continue.")
+            return PREEMPTED
+    return None
+
+
+def _with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files.Loaded:
+    """Of a job that goes on with fewer processes, each does more, in more parts.
+
+    The batch stays the same; so does the memory that a device needs for its part.
+    """
+    full = int(os.environ.get("MESHLOOM_FULL_PROCESSES", now))
+    config = loaded.config
+    if full <= now or config.mesh.pipe != 1:  # a pipeline chooses its own parts
+        return loaded
+    least = -(-(config.num_microbatches or 1) * full // now)
+    parts = (
+        n for n in range(least, config.batch_size + 1) if not config.batch_size % n
+    )
+    origin = f"{now} of {full} processes"
+    number = next(parts, config.batch_size)
+    return config_files.override(
+        loaded, "num_microbatches", number, origin, over_flags=True
+    )
+
+
+def explain(args: Namespace) -> None:
+    from ...sharding import MeshSpec, diff, lint
+    from ...sharding.text import human_bytes
+
+    loaded = _load(args)
+    layout, rules = _plan(loaded.config, _without_devices(loaded.config.mesh))
+    if args.json:
+        print(json.dumps(layout.params.to_json(), indent=1))
+        return
+    if args.against:
+        against = _without_devices(MeshSpec.parse(args.against))
+        other, _ = _plan(loaded.config, against)
+        print("\n".join(diff(other.params, layout.params)) or "No difference.")
+        return
+    print(layout.params)
+    print()
+    print(layout.params.summary())
+    print(
+        f"optimizer state: {human_bytes(layout.opt_state.bytes)}, "
+        f"{human_bytes(layout.opt_state.bytes_per_device)} a device"
+    )
+    used = layout.params.used | layout.opt_state.used
+    for note in lint(rules, used, layout.params.mesh):
+        if not note.startswith("never used"):  # activations are not listed here
+            print(f"note: {note}")
+
+
+def config_show(args: Namespace) -> None:
+    loaded = _load(args)
+    print(config_tree.show(loaded.config, loaded.origins))
+
+
+def config_diff(args: Namespace) -> None:
+    from ..train import Config
+
+    a, b = (config_files.flat_values(x, root=Config) for x in (args.a, args.b))
+    print(config_tree.format_diff(config_tree.diff(a, b)) or "No difference.")
+
+
+def generate(args: Namespace) -> None:
+    import jax
+
+    from ...sharding import MeshSpec
+    from .. import checkpoint, run_folder, sampling
+    from ..train import Config
+
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
+    folder = run_folder.RunFolder(args.run_folder)
+    text = folder.path / run_folder.CONFIG_GIN
+    steps = checkpoint.committed_steps(folder.checkpoints)
+    if not text.exists() or not steps:
+        raise ValueError(
+            f"{folder.path} holds no trained model: expected {run_folder.CONFIG_GIN} "
+            "and a checkpoint. Name the folder of a run that has saved one."
+        )
+    step = steps[-1] if args.step is None else args.step
+    if step not in steps:
+        raise ValueError(
+            f"{folder.path} has no checkpoint of step {step}; it has "
+            f"{', '.join(map(str, steps))}. Give --step one of these, or leave it out."
+        )
+    _use_compilation_cache()
+    config = config_files.load([str(text)], root=Config).config
+    mesh = MeshSpec.parse(args.mesh).make(jax.local_devices())
+    layout, _ = _plan(config, mesh)
+    params = checkpoint.restore_params(
+        folder.checkpoints, step, layout.abstract.params, layout.params.shardings(mesh)
+    )
+    print(
+        sampling.sample(
+            config,
+            mesh,
+            params,
+            args.prompt,
+            args.tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+        )
+    )
+
+
+def load_config(args: Namespace):
+    """The config of the flags --config, --set and --mesh, without its origins."""
+    return _load(args).config
+
+
+def _names(args: Namespace) -> list[str]:
+    return args.config or [DEFAULT_CONFIG]
+
+
+def _load(args: Namespace) -> config_files.Loaded:
+    """The config of the flags --config, --set and --mesh."""
+    from ...sharding import MeshSpec
+    from ..train import Config
+
+    loaded = config_files.load(_names(args), args.set, root=Config)
+    for note in loaded.dropped:
+        print(f"note: {note}")
+    if args.mesh is not None:
+        spec = MeshSpec.parse(args.mesh)
+        loaded = config_files.override(loaded, "mesh", spec, "--mesh")
+    return loaded
+
+
+def _without_devices(spec):
+    """A mesh that need not be here; an axis of -1 takes the devices that are."""
+    import jax
+
+    from ...sharding.mesh import AXES
+
+    is_open = any(getattr(spec, name) == -1 for name in AXES)
+    return spec.abstract(jax.device_count() if is_open else None)
+
+
+def _plan(config, mesh):
+    """The layout of a config on a mesh, and the rules that made it."""
+    from ...sharding import parse_plan
+    from ..state import plan_layout
+
+    rules = parse_plan(config.plan)
+    learning_rate = config.schedule.make(config.num_steps)
+    tx = config.optimizer.make(learning_rate, config.model.axes())
+    return plan_layout(config.model, tx, rules, mesh), rules
+
+
+def _dry_run(config, workdir: Path, insist: bool) -> None:
+    from .. import weights
+    from ..plan import forecast
+    from ..run_folder import RunFolder
+    from ..setup import prepare
+    from ..train import FREE_FIELDS
+
+    setup = prepare(config)
+    folder = RunFolder(workdir)
+    folder.check(config_tree.flatten(config), free=FREE_FIELDS, insist=insist)
+    weights.check(setup, folder)
+    for line in setup.describe():
+        print(line)
+    print(forecast.foretell(setup, 0).line())
+    print("Dry run: everything checked, nothing written or trained.")
+
+
+def _use_cpu(num_devices: int) -> None:
+    import jax
+
+    if num_devices < 1:
+        raise ValueError(f"--cpu-devices must be at least 1, got {num_devices}")
+    if num_devices > 1:
+        # A device holds a thread of XLA's pool for each collective it waits in, and the
+        # pool has one a device: with two at a time, all wait for ever (seen with
+        # pipelines that gather weights once a microbatch). Read with the first device.
+        os.environ.setdefault("NPROC", str(max(4 * num_devices, os.cpu_count() or 1)))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, unless jax was told where already."""
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update(
+            "jax_compilation_cache_dir", str(Path(cache) / "meshloom" / "compiled")
+        )

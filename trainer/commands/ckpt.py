@@ -1,0 +1,98 @@
+"""The command `meshloom ckpt`: flags, and what each action prints."""
+
+import argparse
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+# Exit status of `verify` and `diff` that found something.
+FOUND = 1
+
+
+def add(commands, command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds `ckpt` to the commands; `command` makes a parser with what it runs."""
+    parser = commands.add_parser("ckpt", help="look into checkpoints")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+
+    def action(name: str, run: Callable, help: str) -> argparse.ArgumentParser:
+        made = command(actions, name, run, help)
+        made.add_argument(
+            "run_folder", metavar="RUN", help="or the folder of one step, or gs://..."
+        )
+        return made
+
+    def step(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--step", type=int, metavar="N", help="default: the newest committed"
+        )
+
+    action("ls", _ls, "list the checkpoints of a run, committed or not")
+    step(action("inspect", _inspect, "show arrays, digests and origin of one"))
+    verify = action("verify", _verify, "recompute digests; status 1 if any differs")
+    verify.add_argument(
+        "--step", type=int, metavar="N", help="default: every committed one"
+    )
+    diff = action("diff", _diff, "compare two leaf by leaf; status 1 if they differ")
+    diff.add_argument("other", metavar="OTHER")
+    step(diff)
+    diff.add_argument("--other-step", type=int, metavar="N")
+    export = action("export", _export, "write a safetensors file")
+    step(export)
+    export.add_argument("--output", type=Path, required=True, metavar="FILE")
+    export.add_argument(
+        "--all", action="store_true", help="the optimizer's state too; default: weights"
+    )
+
+
+def _tools():
+    # Orbax warns that a part of a checkpoint is not a checkpoint of its own.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from .. import checkpoint_tools
+
+    return checkpoint_tools
+
+
+def _ls(args: argparse.Namespace) -> None:
+    print(_tools().ls(args.run_folder))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    tools = _tools()
+    print(tools.inspect(tools.Stored.find(args.run_folder, args.step)))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    tools = _tools()
+    newest = tools.Stored.find(args.run_folder, args.step)
+    steps = [newest.step]
+    if args.step is None and not args.run_folder.rstrip("/").split("/")[-1].isdigit():
+        steps = tools.committed_steps(newest.folder)
+    failed = False
+    for step in steps:
+        stored = tools.Stored(newest.folder, step)
+        if lines := tools.verify(stored):
+            failed = True
+            print(f"step {step}: damaged")
+            print("\n".join(f"  {line}" for line in lines))
+        else:
+            print(f"step {step}: {len(stored.manifest()['arrays'])} arrays as saved")
+    return FOUND if failed else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    tools = _tools()
+    a = tools.Stored.find(args.run_folder, args.step)
+    b = tools.Stored.find(args.other, args.other_step)
+    lines = tools.diff(a, b)
+    print("\n".join(lines) or "No difference.")
+    return FOUND if lines else 0
+
+
+def _export(args: argparse.Namespace) -> None:
+    tools = _tools()
+    stored = tools.Stored.find(args.run_folder, args.step)
+    count = tools.export(stored, args.output, params_only=not args.all)
+    print(f"{count} arrays of step {stored.step} written to {args.output}")

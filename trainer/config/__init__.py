@@ -1,0 +1,1 @@
+"""Configs: gin files to trees of dataclasses, and back. See docs/config.md."""

@@ -1,0 +1,304 @@
+"""Reads gin files and `--set` into a config, and knows where each value came from.
+
+Gin parses the files; at the end gin alone reads the text that is written for the run
+folder, as a proof that it gives the same config again. In between, the bindings are
+collected here and followed in `config_build`. No other module imports gin.
+"""
+
+import collections
+import dataclasses
+import importlib.resources
+import os
+import pathlib
+import re
+import sys
+import tokenize
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import gin
+from gin import config as gin_config
+from gin import config_parser
+
+from . import modules as config_modules
+from . import secrets as config_secrets
+from . import tree as config_tree
+from .bindings import (
+    Binding,
+    Bindings,
+    ConfigError,
+    Macro,
+    Places,
+    nearest,
+    parameters,
+    require_parameter,
+)
+from .build import Builder, check_unused, conform
+from .text import GinText
+from .tree import label
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A complete config.
+
+    Attributes:
+      config: the instance of the root class.
+      origins: path of each value -> "default.gin:12", "--set ..." or "default".
+      text: gin bindings that give this config again, defaults written out.
+      dropped: one line for each binding that went with a part replaced later.
+    """
+
+    config: Any
+    origins: dict[str, str]
+    text: str
+    dropped: tuple[str, ...] = ()
+
+
+class _Names(config_parser.ParserDelegate):
+    """Leaves references as they are written, to be resolved where a line is known."""
+
+    def configurable_reference(self, scoped_configurable_name, evaluate):
+        return config_modules.Written(scoped_configurable_name, evaluate)
+
+    def macro(self, macro_name):
+        return Macro(macro_name)
+
+
+def shipped() -> dict[str, Any]:
+    """Returns {name: file} of the configs that come with the package."""
+    files = importlib.resources.files("meshloom.configs").iterdir()
+    return {f.name.removesuffix(".gin"): f for f in files if f.name.endswith(".gin")}
+
+
+class Reader:
+    """Collects the bindings of files and of `--set`."""
+
+    def __init__(self, root: type):
+        self.bindings = Bindings()
+        self._root = root
+        self._modules: dict[str, types.ModuleType] = {}
+        self._open: list[str] = []
+
+    def read(self, name: str, *, base: str = "", where: str = "") -> None:
+        """Reads a shipped config or a file; `base` is the folder that includes it."""
+        display, text = _open_config(name, base, where)
+        if display in self._open:
+            raise ConfigError(f"{where}: {display} includes itself; remove the include")
+        self._open.append(display)
+        own: dict[str, types.ModuleType] = {}
+        # A name of the file itself goes before one that an earlier file imported.
+        modules = collections.ChainMap(own, self._modules)
+        for statement in _statements(display, text):
+            line = f"{display}:{statement.location.line_num}"
+            if isinstance(statement, config_parser.ImportStatement):
+                found = _import(statement, line)
+                own |= found
+                self._modules |= found
+            elif isinstance(statement, config_parser.IncludeStatement):
+                base = os.path.dirname(display)
+                self.read(statement.filename, base=base, where=line)
+            elif isinstance(statement, config_parser.BlockDeclaration):
+                config_modules.find(statement.selector, modules, line)
+            else:
+                self._bind(statement, modules, line)
+        self._open.pop()
+
+    def _bind(self, statement: Any, modules: config_modules.Modules, line: str) -> None:
+        scope = tuple(filter(None, statement.scope.split("/")))
+        value = config_modules.find_all(statement.value, modules, line)
+        if not statement.arg_name:
+            name = "/".join([*scope, statement.selector])
+            return self.bindings.add(Binding((), None, name, value, line))
+        target = config_modules.find(statement.selector, modules, line)
+        require_parameter(target, statement.arg_name, line)
+        self.bindings.add(Binding(scope, target, statement.arg_name, value, line))
+
+    def set(self, text: str) -> None:
+        """Takes NAME=VALUE; NAME is a macro, a class parameter, or a path."""
+        name, equals, written = (part.strip() for part in text.partition("="))
+        origin = f"--set {text}"
+        if not equals or not re.fullmatch(r"(\w+/)*\w+(\.\w+)*", name):
+            raise ConfigError(f"{origin}: expected NAME=VALUE, such as num_steps=100")
+        value = config_modules.find_all(
+            _parse_value(name, written, origin), self._modules, origin
+        )
+        if name in self.bindings.macros():
+            return self.bindings.add(Binding((), None, name, value, origin))
+        scoped, _, parameter = name.rpartition(".")
+        *scope, selector = scoped.split("/")
+        first, fields = name.split(".")[0], parameters(self._root)
+        if first in fields and not config_modules.is_callable(selector, self._modules):
+            return Places(self.bindings, self._root).bind(name, value, origin)
+        if not scoped or selector.split(".")[0] not in self._modules:
+            tail = nearest(first, [*fields, *self._modules, *self.bindings.macros()])
+            raise ConfigError(
+                f"{origin}: {first!r} is no field of {label(self._root)}, imported"
+                f" module or macro; {tail}"
+            )
+        target = config_modules.find(selector, self._modules, origin)
+        require_parameter(target, parameter, origin)
+        self.bindings.add(Binding(tuple(scope), target, parameter, value, origin))
+
+
+def _open_config(name: str, base: str, where: str) -> tuple[str, str]:
+    """Returns the name to show for a config, and its text."""
+    prefix, known = f"{where}: " if where else "", shipped()
+    stem = name.removesuffix(".gin")
+    beside = os.path.join(base, name)
+    bare = not name.endswith(".gin") and stem in known
+    path = next((p for p in (beside, name) if os.path.isfile(p)), None)
+    try:
+        if path and not bare:
+            return path, pathlib.Path(path).read_text(encoding="utf-8")
+        if stem in known:
+            return f"{stem}.gin", known[stem].read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{prefix}config {path} cannot be read: {error}") from error
+    tail = nearest(os.path.basename(stem), known)
+    raise ConfigError(
+        f"{prefix}config {name!r} is neither a file nor a shipped config; {tail}"
+    )
+
+
+def _statements(display: str, text: str) -> list[Any]:
+    try:
+        return list(config_parser.ConfigParser(text, _Names()))
+    except tokenize.TokenError as error:
+        message, line = error.args[0], error.args[1][0]
+    except SyntaxError as error:
+        message, line = error.msg, error.lineno
+    lines = text.splitlines()
+    content = lines[line - 1].strip() if line and line <= len(lines) else "end of file"
+    message = message.split("\n")[-1].strip().rstrip(".")
+    raise ConfigError(
+        f"{display}:{line}: syntax error at `{content}`: {message}; expected"
+        " `module.Class.parameter = value`, where a string has quotes"
+    )
+
+
+def _parse_value(name: str, written: str, origin: str) -> Any:
+    try:
+        (binding,) = config_parser.ConfigParser(f"value = {written}", _Names())
+        if isinstance(binding, config_parser.BindingStatement):
+            return binding.value
+        raise ValueError
+    except (SyntaxError, ValueError, tokenize.TokenError):
+        quoted = "'" + f'{name}="{written}"' + "'"
+        remedy = f"a string needs quotes: --set {quoted}"
+    if written.lower() in ("true", "false", "none"):
+        remedy = f"write {name}={written.capitalize()}"
+    raise ConfigError(
+        f"{origin}: {written!r} is not a value; expected a Python literal,"
+        f" @module.Class() or %macro; {remedy}"
+    )
+
+
+def _import(statement: Any, line: str) -> dict[str, types.ModuleType]:
+    """Returns {the name that the statement binds: module}."""
+    if statement.module == "__gin__.dynamic_registration":
+        return {}
+    module = config_modules.import_module(statement.module, line)
+    name = statement.bound_name()
+    whole = statement.is_from or statement.alias
+    return {name: module if whole else sys.modules[name]}
+
+
+def load(files: Sequence[str], sets: Sequence[str] = (), *, root: type) -> Loaded:
+    """Reads configs (shipped names or paths, later ones win) and `--set` bindings."""
+    reader = Reader(root)
+    for name in files:
+        reader.read(name)
+    for text in sets:
+        config_secrets.refuse_in_flag(text)
+        reader.set(text)
+    builder = Builder(reader.bindings)
+    config = builder.build(root)
+    config_secrets.refuse(config)
+    dropped = check_unused(reader.bindings, builder.used, config)
+    return _complete(config, builder.origins, dropped)
+
+
+def _complete(config: Any, origins: dict[str, str], dropped: Sequence[str]) -> Loaded:
+    """Adds the gin text of a config, and the origin of each place in it."""
+    written = GinText(config, origins)
+    text = "".join(f"# dropped: {line}\n" for line in dropped) + str(written)
+    if not written.gaps and config_tree.init_fields(config):
+        _prove(text, config)
+    places = [path for path, _ in config_tree.walk(config)]
+    origins = {path: config_tree.origin_of(path, origins) for path in places}
+    return Loaded(config, origins, text, tuple(dropped))
+
+
+def _prove(text: str, config: Any) -> None:
+    """Raises if gin, given the text alone, does not make the same config.
+
+    So a run folder never holds a `config.gin` that stands for another run.
+    """
+    gin.clear_config()
+    try:
+        # A class defined anew under an old name, as in a notebook, is no mistake.
+        with gin_config.interactive_mode():
+            gin.parse_config(text)
+            filled = gin.get_configurable(type(config))()
+    finally:
+        gin.clear_config()
+    changes = config_tree.diff(config_tree.flatten(config), config_tree.flatten(filled))
+    if changes:
+        raise ConfigError(
+            f"gin reads {label(type(config))} back with other values:"
+            f" {config_tree.format_diff(changes)}; make the __post_init__ of that"
+            " class give the same for what it has made"
+        )
+
+
+def override(
+    loaded: Loaded, path: str, value: Any, origin: str, *, over_flags: bool = False
+) -> Loaded:
+    """Returns `loaded` with another value at `path`, given by the flag `origin`.
+
+    Args:
+      over_flags: whether it wins over --set, which is an error otherwise.
+    """
+    for place, source in loaded.origins.items():
+        is_here = f"{place}.".startswith(f"{path}.")
+        if is_here and source.startswith("--set") and not over_flags:
+            raise ConfigError(
+                f"{origin} and {source} both give {path}; leave one of them out"
+            )
+    config = _replace(loaded.config, path.split("."), value, origin)
+    origins = {
+        place: source
+        for place, source in loaded.origins.items()
+        if not f"{place}.".startswith(f"{path}.")
+    }
+    return _complete(config, {**origins, path: origin}, loaded.dropped)
+
+
+def _replace(node: Any, parts: list[str], value: Any, origin: str) -> Any:
+    name, *rest = parts
+    if not config_tree.is_node(node):
+        found = f"{type(node).__name__} {node!r}"
+        raise ConfigError(f"{origin}: {found} has no part {name!r}; name a field")
+    target = type(node)
+    require_parameter(target, name, origin)
+    if rest:
+        value = _replace(getattr(node, name), rest, value, origin)
+    annotation = parameters(target)[name].annotation
+    value = conform(value, annotation, target, name, origin)
+    try:
+        return dataclasses.replace(node, **{name: value})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{origin}: {label(target)}: {error}") from error
+
+
+def flat_values(source: str, sets: Sequence[str] = (), *, root: type) -> dict[str, Any]:
+    """Returns the flat config of a run folder, a config file or a shipped name."""
+    if os.path.isdir(source):
+        if sets:
+            raise ConfigError(
+                f"{source} is a run folder, whose config is fixed; drop --set"
+            )
+        return config_tree.read_run(source)
+    return config_tree.flatten(load([source], sets, root=root).config)

@@ -1,0 +1,87 @@
+"""Imports the modules that a config names, and finds classes in them."""
+
+import dataclasses
+import importlib
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .bindings import ConfigError, Ref, map_items, nearest
+
+Modules = Mapping[str, types.ModuleType]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Written:
+    """A reference as it is written, `scope/module.Class`, and whether () follows."""
+
+    name: str
+    call: bool
+
+
+def import_module(name: str, where: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{where}: import of {name} failed: {error}") from error
+        package, _, last = name.rpartition(".")
+        parent = sys.modules.get(package)
+        if parent is not None and hasattr(parent, last):
+            remedy = f"import the module {package} and write its name before {last}"
+        elif parent is not None and hasattr(parent, "__path__"):
+            remedy = nearest(
+                last, (m.name for m in pkgutil.iter_modules(parent.__path__))
+            )
+        else:
+            remedy = "install it, or add its folder to PYTHONPATH"
+        raise ConfigError(f"{where}: there is no module {name!r}; {remedy}") from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise ConfigError(
+            f"{where}: import of {name} failed: {kind}: {error}"
+        ) from error
+
+
+def is_callable(selector: str, modules: Modules) -> bool:
+    first, *rest = selector.split(".")
+    found: Any = modules.get(first)
+    for part in rest:
+        found = getattr(found, part, None)
+    return callable(found)
+
+
+def find(selector: str, modules: Modules, where: str) -> Callable:
+    """Returns the class or function that `module.Class` names."""
+    first, *rest = selector.split(".")
+    if first not in modules:
+        inside = [f"{m}.{first}" for m, x in modules.items() if hasattr(x, first)]
+        tail = f"did you mean {inside[0]!r}?" if inside else nearest(first, modules)
+        raise ConfigError(f"{where}: {first!r} is not an imported module; {tail}")
+    found, path = modules[first], first
+    for part in rest:
+        if not hasattr(found, part):
+            names = [n for n, x in vars(found).items() if isinstance(x, type)]
+            tail = nearest(part, (n for n in names if not n.startswith("_")))
+            raise ConfigError(f"{where}: {path} has no class {part!r}; {tail}")
+        found, path = getattr(found, part), f"{path}.{part}"
+    if not callable(found):
+        raise ConfigError(
+            f"{where}: {path} is a {type(found).__name__}, expected a class; write"
+            f" {path}.CLASS"
+        )
+    return found
+
+
+def find_all(value: Any, modules: Modules, where: str) -> Any:
+    """Returns `value` with each Written in it made a Ref."""
+
+    def resolve(item: Any, _: str) -> Any:
+        if not isinstance(item, Written):
+            return item
+        *scope, selector = item.name.split("/")
+        return Ref(find(selector, modules, where), tuple(scope), item.call)
+
+    return map_items(value, resolve)

@@ -1,0 +1,158 @@
+"""What the doctor finds of the machine itself: packages, cores, memory, devices."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .findings import Finding
+
+# Plugins by which jax reaches an accelerator, where they are installed.
+PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
+# What shows that a machine has an accelerator, whether jax can use it or not.
+SIGNS = {
+    "NVIDIA GPU": ("dev/nvidia[0-9]*", "proc/driver/nvidia/version"),
+    "TPU": ("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
+}
+EXTRAS = {"NVIDIA GPU": "cuda12", "TPU": "tpu"}
+GIB = 2**30
+
+
+def installed(distribution: str = "meshloom") -> Iterator[Finding]:
+    """Python and packages, against the lower bounds of our own metadata."""
+    try:
+        about = metadata.metadata(distribution)
+    except metadata.PackageNotFoundError:
+        remedy = "Install it: pip install meshloom, or make install in a checkout."
+        yield Finding(distribution, "is not installed", "problem", remedy)
+        return
+    least = (about["Requires-Python"] or "").removeprefix(">=")
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield _version("python", version, least, "Use a newer Python.")
+    yield Finding(distribution, about["Version"])
+    for line in metadata.requires(distribution) or []:
+        requirement = re.match(r"([\w.-]+)(?:\[[^]]*\])?(?:>=([\w.]+))?", line)
+        if requirement is None or "extra ==" in line:
+            continue
+        name, least = requirement[1], requirement[2] or ""
+        remedy = f"pip install '{line}'"
+        found = _installed(name)
+        if found is None:
+            yield Finding(name, "is not installed", "problem", remedy)
+        else:
+            yield _version(name, found, least, remedy)
+    yield from _partners()
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _version(name: str, found: str, least: str, remedy: str) -> Finding:
+    if least and _numbers(found) < _numbers(least):
+        words = f"{found}, older than {least}, which is the oldest that is tested"
+        return Finding(name, words, "warning", remedy)
+    return Finding(name, found)
+
+
+def _partners() -> Iterator[Finding]:
+    """jax, jaxlib and the plugins are released together, and go together."""
+    jax = _installed("jax")
+    for name in ("jaxlib", *PLUGINS):
+        found = _installed(name)
+        if found is None:
+            continue
+        if name != "libtpu" and jax is not None and _numbers(found) != _numbers(jax):
+            words = f"{found}, but jax is {jax}: they are made for each other"
+            yield Finding(name, words, "warning", f"pip install '{name}=={jax}'")
+        else:
+            yield Finding(name, found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def machine(root: Path = Path("/")) -> Iterator[Finding]:
+    """Cores, memory and clock."""
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    yield Finding("cores", f"{usable} of {cores} for this process")
+    meminfo = root / "proc/meminfo"
+    if meminfo.exists():
+        amounts = dict(re.findall(r"(\w+): +(\d+) kB", meminfo.read_text()))
+        total, free = (int(amounts[k]) * 1024 for k in ("MemTotal", "MemAvailable"))
+        limit = root / "sys/fs/cgroup/memory.max"
+        text = limit.read_text().strip() if limit.exists() else "max"
+        words = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
+        if text.isdigit() and int(text) < total:
+            words += f"; this container may use {int(text) / GIB:.1f} GiB"
+        if free < GIB:
+            remedy = "End other programs: jax alone needs about half a GiB."
+            yield Finding("memory", words, "warning", remedy)
+        else:
+            yield Finding("memory", words)
+    yield _clock()
+
+
+def _clock(now: float | None = None) -> Finding:
+    """Checkpoints and logs carry times; certificates fail where they are far off."""
+    now = time.time() if now is None else now
+    made = Path(__file__).stat().st_mtime
+    words = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    if now < made:
+        words += ", before this program was installed"
+        return Finding("clock", words, "warning", "Set the clock, best by NTP.")
+    return Finding("clock", words)
+
+
+def accelerators(root: Path = Path("/")) -> list[str]:
+    """Kinds of accelerators that the system shows."""
+    return [
+        kind
+        for kind, patterns in SIGNS.items()
+        if any(True for pattern in patterns for _ in root.glob(pattern))
+    ]
+
+
+def devices(
+    answer: dict[str, Any], environ: Mapping[str, str], root: Path = Path("/")
+) -> Iterator[Finding]:
+    """What jax sees, by what the probe has answered."""
+    present = accelerators(root)
+    if error := answer.get("error"):
+        yield Finding("devices", f"jax cannot start: {error}", "problem", _mend(error))
+        return
+    words = f"{answer['count']} {answer['kind']} ({answer['platform']})"
+    if not present or answer["platform"] != "cpu":
+        yield Finding("devices", words)
+        return
+    words = f"{words}, though this machine has a {' and a '.join(present)}"
+    if platforms := environ.get("JAX_PLATFORMS"):
+        remedy = f"JAX_PLATFORMS={platforms} asks for it: unset it to use the other."
+        yield Finding("devices", words, "warning", remedy)
+        return
+    extra = EXTRAS[present[0]]
+    remedy = f"make train EXTRA={extra}, or pip install 'meshloom[{extra}]'"
+    yield Finding("devices", words, "problem", remedy)
+
+
+def _mend(error: str) -> str:
+    if "XLA_FLAGS" in error:
+        return "Take the flag out of XLA_FLAGS, or write it as this jax spells it."
+    if "no answer" in error:
+        return (
+            "A driver or another program may hold the accelerator: end programs that "
+            "use it, try JAX_PLATFORMS=cpu, or wait longer with --seconds."
+        )
+    return (
+        "Run python -c 'import jax; print(jax.devices())' to see all of it; most often "
+        "packages do not fit together: make install in a new environment."
+    )

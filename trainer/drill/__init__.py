@@ -1,0 +1,1 @@
+"""Faults on real processes, against a run without: see docs/recovery.md."""

@@ -1,0 +1,1 @@
+"""The step compiled for devices that are not here, and its program's time."""

@@ -1,0 +1,175 @@
+"""A compiled program's time, modelled from its optimized HLO text alone.
+
+The scheduled program is walked in order, loops times their trips. An operation takes
+as long as its products at the device's peak or its bytes through HBM, whichever is
+longer. A collective takes its bytes over the links of its mesh axes. A synchronous one
+stops the rest. An asynchronous one goes on beside what stands between its start and its
+done, and only what is left then is waited for. Copies that are prefetched go through
+HBM in the same way, beside operations that leave it free.
+
+This ranks programs. It predicts no clock: peaks are never reached, and nothing is known
+here of latencies, of vector units or of how kernels are scheduled inside.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ....sharding import hlo, hlo_text
+from ..hardware import Target
+from .walk import Walk
+from .wires import Wires
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A collective of the program, over all its runs in a step.
+
+    Attributes:
+      seconds: that its links are busy with it.
+      exposed: that the device waits for it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    source: str
+    count: int
+    bytes: int
+    asynchronous: bool
+    seconds: float
+    exposed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An instruction that takes time, over all its runs in a step."""
+
+    name: str
+    part: str
+    count: int
+    seconds: float
+    flops: float
+    bytes: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Modelled:
+    """A step of one device.
+
+    Attributes:
+      parts: seconds bound by compute, by memory, and waiting for each set of axes; they
+        add up to `seconds`.
+      operations: the most expensive first, collectives included.
+      unknown_kernels: kernels whose products the text does not tell; their bytes count.
+    """
+
+    seconds: float
+    flops: float
+    parts: dict[str, float]
+    exchanges: tuple[Exchange, ...]
+    operations: tuple[Operation, ...]
+    unknown_kernels: tuple[str, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The figures without the lists, for JSON."""
+        done, total, hidden = self.asynchronous()
+        return {
+            "seconds": self.seconds,
+            "parts": self.parts,
+            "collectives": total,
+            "asynchronous": done,
+            "hidden": hidden,
+            "flops": self.flops,
+        }
+
+    @property
+    def network(self) -> float:
+        """Seconds that collectives would take one after the other."""
+        return sum(exchange.seconds for exchange in self.exchanges)
+
+    @property
+    def exposed(self) -> float:
+        return sum(exchange.exposed for exchange in self.exchanges)
+
+    def asynchronous(self) -> tuple[int, int, float]:
+        """(asynchronous collectives of a step, all of them, seconds hidden)."""
+        some = [e for e in self.exchanges if e.asynchronous]
+        total = sum(e.count for e in self.exchanges)
+        return sum(e.count for e in some), total, self.network - self.exposed
+
+
+def model_program(
+    text: str,
+    target: Target,
+    sizes: dict[str, int],
+    *,
+    dcn: Mapping[str, int] | None = None,
+) -> Modelled:
+    """The modelled time of a program.
+
+    Args:
+      text: optimized, scheduled HLO text.
+      sizes: of the axes of its mesh, the slowest network first, in the order in which
+        the program numbers its devices.
+      dcn: the part of each axis that crosses slices.
+    """
+    module = hlo.parse(text)
+    devices = module.num_partitions * module.replica_count
+    if math.prod(sizes.values()) != devices:
+        raise ValueError(
+            f"the program is for {devices} devices, but mesh {sizes} has "
+            f"{math.prod(sizes.values())}; give the mesh that it was compiled for"
+        )
+    if "is_scheduled=true" not in module.header:
+        raise ValueError(
+            "the program is not scheduled, so the order of its instructions says "
+            "nothing; pass the text after all optimizations"
+        )
+    walk = Walk(module, target, Wires(target, sizes, dcn))
+    run = walk.run(module.entry)
+    walk.check()
+    operations = sorted(_operations(module, walk), key=lambda o: -o.seconds)
+    return Modelled(
+        seconds=run.seconds,
+        flops=sum(operation.flops for operation in operations),
+        parts=run.parts,
+        exchanges=tuple(_exchanges(walk)),
+        operations=tuple(operations),
+        unknown_kernels=tuple(sorted(walk.reader.unknown_kernels)),
+    )
+
+
+def _operations(module: hlo_text.Module, walk: Walk) -> Iterator[Operation]:
+    for (owner, name), cost in walk.costs.items():
+        times = walk.times[owner]
+        instruction = module.computations[owner].instructions[name]
+        yield Operation(
+            name,
+            cost.part,
+            times,
+            times * cost.seconds,
+            times * cost.work.flops,
+            times * cost.work.bytes,
+            module.source(instruction) or instruction.op_name(),
+        )
+
+
+def _exchanges(walk: Walk) -> Iterator[Exchange]:
+    for key, some in walk.placed.items():
+        times, cost = walk.times.get(key[0], 0), walk.costs.get(key)
+        for one in some:
+            taken = walk.wires.take(one.found)
+            if not taken.axes or not times:
+                continue
+            yield Exchange(
+                one.found.kind,
+                taken.axes,
+                one.found.source or one.found.op_name,
+                times,
+                times * sum(array.num_bytes for array in one.found.payload),
+                bool(one.done),
+                times * taken.seconds,
+                times * cost.seconds / len(some) if cost else 0.0,
+            )

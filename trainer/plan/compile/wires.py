@@ -1,0 +1,79 @@
+"""Which links a collective of a compiled program takes, and for how long."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ....sharding.hlo_collectives import UNKNOWN_AXES, Found, mesh_axes
+from ..hardware import Target
+from ..roofline import links
+from ..traffic import Transfer
+
+
+class Taken(NamedTuple):
+    """Seconds of one run, over the links of some axes, each in one direction."""
+
+    seconds: float
+    links: tuple[str, ...]
+    axes: tuple[str, ...]
+
+    @property
+    def part(self) -> str:
+        return f"network, {','.join(self.axes)}"
+
+
+class Wires:
+    """The links of a mesh on a target.
+
+    Args:
+      sizes: of the axes of the mesh, the slowest network first.
+      dcn: the part of each axis that crosses slices.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        sizes: dict[str, int],
+        dcn: Mapping[str, int] | None = None,
+    ):
+        self.sizes = sizes
+        self._links = links(target, sizes, dcn)
+
+    def take(self, found: Found) -> Taken:
+        axes = mesh_axes(found, tuple(self.sizes), tuple(self.sizes.values()))
+        if not axes:
+            return Taken(0.0, (), axes)
+        num_bytes = sum(array.num_bytes for array in found.payload)
+        if axes == UNKNOWN_AXES:
+            return self._anywhere(found, num_bytes)
+        if found.kind == "collective-permute":
+            ways = self._directions(found, axes)
+            seconds = max(self._links[axis].pass_on(num_bytes) for axis in axes)
+        else:
+            ways = "<>"
+            sent = Transfer(found.kind, axes, num_bytes, "").sent(self.sizes)
+            # Over several axes the slowest one sets the pace.
+            seconds = max(self._links[axis].seconds(sent) for axis in axes)
+        return Taken(seconds, tuple(f"{a}{way}" for a in axes for way in ways), axes)
+
+    def _anywhere(self, found: Found, num_bytes: int) -> Taken:
+        """Groups that are no rows of the mesh: over the slowest links, holding all."""
+        slowest = min(self._links.values(), key=lambda link: link.bandwidth)
+        size = {"?": max(map(len, found.groups))}
+        sent = Transfer(found.kind, UNKNOWN_AXES, num_bytes, "").sent(size)
+        every = tuple(f"{axis}{way}" for axis in self._links for way in "<>")
+        return Taken(slowest.seconds(sent), every, UNKNOWN_AXES)
+
+    def _directions(self, found: Found, axes: tuple[str, ...]) -> str:
+        """Which way a permute goes round: > or <, or both where it is no ring."""
+        size = self.sizes[axes[0]]
+        if len(axes) != 1 or size == 2:
+            return "<>"
+        axis = list(self.sizes).index(axes[0])
+        shape = tuple(self.sizes.values())
+        places = np.unravel_index(np.array(found.groups), shape)[axis]
+        steps = set(((places[:, 1] - places[:, 0]) % size).tolist())
+        return (
+            {1: ">", size - 1: "<"}.get(steps.pop(), "<>") if len(steps) == 1 else "<>"
+        )

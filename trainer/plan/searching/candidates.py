@@ -1,0 +1,146 @@
+"""All the ways to lay a config out on a target that a search looks at.
+
+  mesh          data x fsdp x tensor x pipe, all that multiply to the devices; over
+                several TPU slices, data or pipe crosses them
+  remat         every policy
+  microbatches  every number that divides the examples of a device; in a pipeline up to
+                MOST_IN_PIPE, of which the bubble is small with any number of stages
+  schedule      with a pipe: gpipe, 1f1b, interleaved with every number of chunks
+
+Batch, plan and model stay as they are. An axis that the plan does not use stays 1, pipe
+has stages of whole layers, and what the mesh does not divide is left out.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, get_args
+
+from ....models.remat import Remat
+from ....sharding import MeshSpec, parse_plan
+from ....sharding.mesh import AXES
+from ....sharding.resolve import Indivisible
+from ...pipelining import Pipelining
+from ..case import Case, make_case
+from ..hardware import Target
+
+if TYPE_CHECKING:
+    from ...train import Config
+
+REMATS: tuple[Remat, ...] = get_args(Remat)
+SEARCHED = ("pipe", "data", "fsdp", "tensor")
+ONE_CHUNK = ("gpipe", "1f1b")
+MOST_IN_PIPE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a search sets in a config; `schedule` is "" without a pipe."""
+
+    mesh: MeshSpec
+    remat: Remat | None
+    num_microbatches: int
+    schedule: str = ""
+    num_chunks: int = 1
+
+    def of(self, config: "Config") -> "Config":
+        """The config with this chosen."""
+        changed: dict[str, Any] = {}
+        if self.remat is not None:
+            model: Any = config.model
+            changed["model"] = dataclasses.replace(model, remat=self.remat)
+        if self.schedule:
+            changed["pipeline"] = dataclasses.replace(
+                config.pipeline,
+                schedule=self.schedule,
+                num_chunks=None if self.schedule in ONE_CHUNK else self.num_chunks,
+            )
+        return dataclasses.replace(
+            config, mesh=self.mesh, num_microbatches=self.num_microbatches, **changed
+        )
+
+    @property
+    def in_parts(self) -> str:
+        """The schedule and its microbatches in a few words."""
+        num = self.num_microbatches
+        if not self.schedule:
+            return f"{num} parts" if num > 1 else "whole"
+        chunks = f" of {self.num_chunks}" if self.schedule not in ONE_CHUNK else ""
+        return f"{self.schedule}{chunks}, {num}"
+
+
+def all_choices(config: "Config", target: Target) -> Iterator[tuple[Case, list]]:
+    """(the config on a mesh, all choices there), for every mesh that divides it."""
+    for spec in all_meshes(config, target):
+        on_mesh = dataclasses.replace(
+            config, mesh=spec, num_microbatches=1, pipeline=Pipelining()
+        )
+        try:
+            case = make_case(on_mesh, target)
+        except Indivisible:
+            continue
+        yield case, choices_on(config, case)
+
+
+def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
+    """Those of whole stages that use no axis in vain; pipe outermost."""
+    model: Any = config.model
+    layers = model.num_layers if hasattr(model, "stack") else 1
+    used = {
+        axis
+        for row in parse_plan(config.plan).rows
+        if row.name not in ("batch", "lookup_batch")
+        for candidate in row.candidates
+        for axis in candidate
+    } | {"data"}
+    found = []
+    for sizes in _factors(target.num_devices, len(SEARCHED)):
+        by: dict[str, int] = dict(zip(SEARCHED, sizes, strict=True))
+        if layers % by["pipe"] or any(by[a] > 1 and a not in used for a in SEARCHED):
+            continue
+        found += [MeshSpec(**by, dcn=dcn) for dcn in _over_slices(by, target)]
+    return found
+
+
+def _over_slices(sizes: dict[str, int], target: Target) -> list[dict[str, int] | None]:
+    """Which axis crosses the slices; nodes of GPUs need no word on that."""
+    num = target.num_slices
+    if num == 1 or not target.device.torus:
+        return [None]
+    return [{axis: num} for axis in ("data", "pipe") if not sizes[axis] % num]
+
+
+def choices_on(config: "Config", case: Case) -> list[Choice]:
+    """All on the mesh of a case."""
+    model: Any = config.model
+    each = config.batch_size // case.ways(("batch",), (config.batch_size,))
+    remats = REMATS if hasattr(model, "remat") else (None,)
+    schedules: list[tuple[str, int]] = [("", 1)]
+    counts = divisors(each)
+    if case.num_stages > 1:
+        counts = [num for num in counts if num <= MOST_IN_PIPE]
+        schedules = [(name, 1) for name in ONE_CHUNK]
+        chunks = divisors(case.layers)[1:]
+        schedules += [("interleaved", num) for num in chunks]
+    spec = MeshSpec(**{a: case.sizes[a] for a in AXES}, dcn=case.spec.dcn)
+    return [
+        Choice(spec, remat, num, name, chunks)
+        for name, chunks in schedules
+        for num in counts
+        for remat in remats
+    ]
+
+
+def divisors(count: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
+    return sorted({*small, *(count // n for n in small)})
+
+
+def _factors(count: int, num: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as a product of `num` factors, in order."""
+    if num == 1:
+        yield (count,)
+        return
+    for first in divisors(count):
+        for rest in _factors(count // first, num - 1):
+            yield first, *rest

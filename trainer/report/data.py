@@ -1,0 +1,172 @@
+"""What the files of a run folder say, read for a report."""
+
+import dataclasses
+import json
+import numbers
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import metrics
+
+# Where the root of a config says how long a run is.
+_TOTAL_KEYS = ("num_steps", "steps")
+# What the report shows of pipeline.json.
+_PIPELINE_KEYS = frozenset(
+    """start derived name num_stages num_chunks num_microbatches bubble ratio slots
+    remat gather ideal""".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The content of a run folder; None or empty where a file is absent."""
+
+    name: str
+    train: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    config: dict[str, Any] | None
+    gin: str | None
+    environment: dict[str, Any] | None
+    sharding: dict[str, Any] | None
+    pipeline: dict[str, Any] | None
+    forecast: dict[str, Any] | None
+    sample: str | None
+
+    @property
+    def last_step(self) -> int:
+        return max((row["step"] for row in self.train), default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        values = (self.config or {}).get("values", {})
+        for key in _TOTAL_KEYS:
+            value = values.get(key, {}).get("value")
+            if isinstance(value, int):
+                return value
+        return None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.total_steps is not None and self.last_step >= self.total_steps
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run folder; only metrics.jsonl must be there."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"run folder {folder}: it is not there; give the folder that "
+            "`meshloom train --workdir` wrote"
+        )
+    path = folder / metrics.FILES["train"]
+    if not path.is_file():
+        raise ValueError(
+            f"run folder {folder}: it has no {path.name}, so no step was recorded; "
+            f"train first: meshloom train --workdir {folder}"
+        )
+    eval_path = folder / metrics.FILES["eval"]
+    return Run(
+        name=folder.resolve().name,
+        train=_rows(path),
+        evals=_rows(eval_path) if eval_path.is_file() else [],
+        config=_read_json(folder / "config.json"),
+        gin=_read_text(folder / "config.gin"),
+        environment=_read_json(folder / "environment.json"),
+        sharding=_read_json(folder / "sharding.json"),
+        pipeline=_read_pipeline(folder / "pipeline.json"),
+        forecast=_read_forecast(folder / "forecast.json"),
+        sample=_read_text(folder / "sample.txt"),
+    )
+
+
+def columns(
+    rows: Sequence[dict[str, Any]],
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns (steps, values) of each numeric name, in order of appearance."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name in ("step", "time") or isinstance(value, bool):
+                continue
+            if isinstance(value, numbers.Real):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(float(value))
+    return {name: (np.array(s), np.array(v)) for name, (s, v) in found.items()}
+
+
+def training_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Returns the time from the first to the last row, without interruptions.
+
+    A wait between two groups counts as an interruption when it is longer than
+    a minute and twenty times the usual one: the run stood still and was resumed.
+    """
+    times = np.array([row["time"] for row in rows if "time" in row], dtype=float)
+    waits = np.diff(times)
+    waits = waits[waits > 0]
+    if len(waits) == 0:
+        return None
+    limit = max(60.0, 20 * float(np.median(waits)))
+    return float(waits[waits <= limit].sum())
+
+
+def median_step_seconds(rows: Sequence[dict[str, Any]], start: int) -> float | None:
+    """Returns the median of the recorded step times after step `start`."""
+    seconds = [r["step_s"] for r in rows if "step_s" in r and r["step"] > start]
+    return float(np.median(seconds)) if seconds else None
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = metrics.read(path)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise ValueError(
+                f"{path}:{number}: found no whole number `step`; "
+                "repair or remove the line"
+            )
+    return rows
+
+
+def _read_pipeline(path: Path) -> dict[str, Any] | None:
+    content = _read_json(path)
+    if content is not None and (missing := _PIPELINE_KEYS - content.keys()):
+        raise ValueError(
+            f"{path}: found no {', '.join(sorted(missing))}; restore or remove the file"
+        )
+    return content
+
+
+def _read_forecast(path: Path) -> dict[str, Any] | None:
+    content = _read_json(path)
+    wanted = {"start", "reason"}
+    if content is not None and "reason" not in content:
+        wanted = {"start", "plan", "seconds"}
+    if content is not None and (missing := wanted - content.keys()):
+        raise ValueError(
+            f"{path}: found no {', '.join(sorted(missing))}; restore or remove the file"
+        )
+    return content
+
+
+def _read_text(path: Path) -> str | None:
+    return path.read_text("utf-8", errors="replace") if path.is_file() else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: found no valid JSON ({error}); restore or remove the file"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path}: found {type(content).__name__}, expected a JSON object; "
+            "restore or remove the file"
+        )
+    return content

@@ -1,0 +1,95 @@
+"""The pipeline of a run in its report: the schedule's picture, and what it costs."""
+
+from html import escape
+from typing import Any
+
+from ...sharding.pipeline import Schedule, make, picture
+from .curves import short_number
+from .data import Run, median_step_seconds
+from .tables import code, section, table
+
+# Operations that are drawn, about 350 kB of them; more would make the page slow.
+MAX_DRAWN = 2100
+TEXT_WIDTH = 110
+# The picture stands for itself on white; here it takes the colours of the page.
+THEME = {
+    f'fill="{picture.PAPER}" stroke="{picture.RULE}"': (
+        'fill="var(--card)" stroke="var(--rule)"'
+    ),
+    f'font-weight="600" fill="{picture.INK}"': 'font-weight="600" fill="var(--ink)"',
+    f'fill="{picture.SOFT}"': 'fill="var(--soft)"',
+    f'fill="{picture.EMPTY}"': 'fill="var(--grid)"',
+    ' xmlns="http://www.w3.org/2000/svg"': "",
+}
+
+
+def pipeline(run: Run) -> str:
+    """Returns the section of the last part of the run; nothing without a pipeline."""
+    if run.pipeline is None:
+        return ""
+    found = run.pipeline
+    sizes = ("num_stages", "num_microbatches", "num_chunks")
+    schedule = make(found["name"], *(found[size] for size in sizes))
+    chosen = "derived from the batch" if found["derived"] else "as configured"
+    since = f", since step {found['start'] + 1}" if found["start"] else ""
+    rows = [
+        ["Schedule", f"{code(schedule.name)}{since}"],
+        ["Stages × chunks", f"{schedule.num_stages} × {schedule.num_chunks}"],
+        ["Microbatches", f"{schedule.num_microbatches}, {chosen}"],
+        ["Bubble, simulated", f"{100 * found['bubble']:.1f} %"],
+        ["Executed over useful work", f"{found['ratio']:.3f}"],
+        ["Saved inputs a stage", f"at most {found['slots']}"],
+        ["Remat", code(found["remat"])],
+        ["Weights gathered", f"once a {escape(found['gather'])}"],
+        *_measured(run, found),
+    ]
+    cost = found["ideal"] / schedule.num_microbatches - 1
+    words = (
+        "The bubble is computed from the schedule alone: all stages keep step, so a "
+        f"tick costs every stage 1 if any does a forward and {cost:g} if any does a "
+        "backward, and the bubble is the share of this cost at which a stage has no "
+        "microbatch."
+    )
+    facts = table(["Property", "Value"], rows)
+    return section(
+        "Pipeline", f'{_picture(schedule)}{facts}<p class="note">{words}</p>'
+    )
+
+
+def _measured(run: Run, found: dict[str, Any]) -> list[list[str]]:
+    """Returns the measured step time and its bubble, of the steps by this schedule."""
+    median = median_step_seconds(run.train, found["start"])
+    if median is None:
+        return [["Step time, measured", "not yet"]]
+    return [
+        ["Step time, measured", f"{_seconds(median)}, the median"],
+        [
+            "Of it bubble",
+            f"{_seconds(median * found['bubble'])}, if every tick takes its simulated "
+            "share",
+        ],
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{short_number(value, digits=3)} s"
+
+
+def _picture(schedule: Schedule) -> str:
+    """Returns the picture, or of a large schedule its first and last ticks."""
+    S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+    if 2 * S * M * R <= MAX_DRAWN:
+        drawn = picture.svg(schedule)
+        for old, new in THEME.items():
+            drawn = drawn.replace(old, new)
+        return f'<div class="schedule" tabindex="0">{drawn}</div>'
+    chunks = f" --chunks {R}" if schedule.name == "interleaved" else ""
+    command = (
+        f"meshloom plan schedule --schedule {schedule.name} --stages {S} "
+        f"--microbatches {M}{chunks} --svg FILE"
+    )
+    drawn = escape(picture.text(schedule, TEXT_WIDTH))
+    return (
+        f'<div class="schedule"><pre tabindex="0">{drawn}</pre></div>'
+        f'<p class="note">All of it: {code(command)}</p>'
+    )

@@ -1,0 +1,181 @@
+"""The plan of a step as HTML: in the report of a run, and as a page of its own."""
+
+import datetime
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ...sharding.text import human_bytes
+from ..metrics import replace_text
+from ..plan.comparison import compare
+from ..plan.text import seconds_text
+from .curves import short_number
+from .data import Run, median_step_seconds
+from .page import page
+from .tables import absent, code, section, table
+
+Bar = tuple[str, str, str, float]  # name, detail, value, share of the whole
+
+
+def forecast(run: Run) -> str:
+    """Returns the plan that the last part of a run was started with, and the truth."""
+    found = run.forecast
+    if found is None:
+        return section("Plan", absent("No forecast was recorded (forecast.json)."))
+    if "plan" not in found:
+        return section("Plan", absent(f"There is no forecast: {found['reason']}."))
+    planned = f'<h3 class="table">What was planned</h3>{plan_parts(found["plan"])}'
+    return section("Plan", _against(run, found) + planned)
+
+
+def write_plan(document: dict[str, Any], title: str, output: Path) -> None:
+    """Writes the page of a plan without a run.
+
+    Args:
+      document: as Plan.to_json gives it.
+    """
+    if not output.parent.is_dir():
+        raise ValueError(
+            f"--html {output}: the folder {output.parent} is not there; make it first"
+        )
+    words = '<p class="state"><b>It fits</b></p>'
+    if not document["fits"]:
+        words = '<p class="warning"><b>It does not fit</b></p>'
+    now = datetime.datetime.now(datetime.UTC)
+    body = [
+        f'<header><p class="kicker">Meshloom plan</p><h1>{escape(title)}</h1>'
+        f"{words}</header>",
+        section("Plan", plan_parts(document)),
+        f"<footer>Written {now:%Y-%m-%d %H:%M} UTC by meshloom plan.</footer>",
+    ]
+    replace_text(output, page(f"{title} · Meshloom", "\n".join(body)))
+
+
+def plan_parts(document: dict[str, Any]) -> str:
+    """Returns what a step takes on a device: facts, memory, work, traffic, time."""
+    blocks = [_facts(document), *_memory(document), *_work(document), _time(document)]
+    return "".join(blocks)
+
+
+def _against(run: Run, found: dict[str, Any]) -> str:
+    """Returns forecast and measured side by side; before the end, what is known."""
+    memory, since = found["plan"]["memory"]["peak"], ""
+    measured = found.get("measured") or {
+        "memory": None,
+        "memory_of": "",
+        "seconds": median_step_seconds(run.train, found["start"]),
+    }
+    if found["start"]:
+        since = f'<p class="note">Of the steps since {found["start"] + 1}.</p>'
+    rows = []
+    for name, expected, truth, show, whose in (
+        ("Memory of a device", memory, measured["memory"], human_bytes,
+         measured["memory_of"]),
+        ("Time of a step", found["seconds"], measured["seconds"], seconds_text,
+         "median"),
+    ):  # fmt: skip
+        cells = ["not yet", ""]
+        if truth:
+            words = f"{show(truth)}, {whose}" if whose else show(truth)
+            cells = [escape(words), f"{expected / truth:.2f}"]
+        rows.append([name, show(expected), *cells])
+    headings = ["", "Forecast", "Found", "Forecast / found"]
+    far = "".join(
+        f'<p class="warning">{escape(line)}.</p>' for line in compare(found)[1:]
+    )
+    return table(headings, rows, numbers=(1, 2, 3)) + far + since
+
+
+def _facts(document: dict[str, Any]) -> str:
+    target = document["target"]
+    sizes = [f"{k} {v}" for k, v in document["mesh"].items() if v > 1]
+    numbers = (
+        f"{short_number(target['flops'], 3)}FLOP/s, "
+        f"{short_number(target['hbm_bandwidth'], 3)}B/s of memory"
+    )
+    rows = [
+        ["Target", f"{code(target['name'])}, {target['devices']:d} devices"],
+        ["A device", f"{numbers}; {escape(target['source'])}"],
+        ["Mesh", escape(" × ".join(sizes) or "one device")],
+        ["Sharding", code(document["plan"])],
+        ["Batch", f"{document['batch_size']:d} examples"],
+        ["Microbatches", f"{document['num_microbatches']:d}"],
+        ["Remat", code(document["remat"] or "unknown")],
+    ]
+    return table(["Property", "Value"], rows)
+
+
+def _memory(document: dict[str, Any]) -> list[str]:
+    memory, target = document["memory"], document["target"]
+    room = target["hbm"] if target["available"] is None else target["available"]
+    peak = memory["peak"]
+    parts = [
+        (part["name"], part["detail"], human_bytes(part["bytes"]), part["bytes"] / peak)
+        for part in memory["parts"]
+        if part["bytes"]
+    ]
+    share = f"{peak / room:.1%} of {human_bytes(room)}"
+    whole = [("peak", f"at the {memory['moment']}", share, peak / room)]
+    whole += [
+        (f"at the {name}", "", f"{human_bytes(count)}", count / room)
+        for name, count in memory["moments"].items()
+        if name != memory["moment"]
+    ]
+    return [
+        _bars(f"Memory of a device: {human_bytes(peak)} at the peak", whole),
+        _bars("What makes up the peak", parts),
+    ]
+
+
+def _work(document: dict[str, Any]) -> list[str]:
+    flops, traffic = document["flops"], document["traffic_by_axes"]
+    most = max(flops["executed"], flops["model"])
+    work = [
+        (name, words, f"{short_number(flops[name], 4)}FLOP", flops[name] / most)
+        for name, words in (
+            ("executed", "with what is done again and in bubbles"),
+            ("model", "what the update needs"),
+        )
+    ]
+    total = max(traffic.values(), default=1)
+    kinds = {axes: set() for axes in traffic}
+    for transfer in document["traffic"]:
+        kinds[",".join(transfer["axes"])].add(transfer["kind"])
+    sent = [
+        (f"over {axes}", ", ".join(sorted(kinds[axes])), human_bytes(n), n / total)
+        for axes, n in sorted(traffic.items(), key=lambda item: -item[1])
+    ]
+    title = "Traffic of a device and step, payload"
+    return [
+        _bars("Work of a device and step", work),
+        _bars(title, sent) if sent else f'<h3 class="table">{title}: none</h3>',
+    ]
+
+
+def _time(document: dict[str, Any]) -> str:
+    seconds = document["seconds"]
+    serial = seconds["serial"]
+    parts = [
+        (name, "", seconds_text(value), value / serial)
+        for name, value in seconds.items()
+        if name not in ("serial", "step", "overlapped")
+    ]
+    return _bars(
+        f"Time of a step: {seconds_text(seconds['step'])}; "
+        f"{seconds_text(seconds['overlapped'])} if all overlapped, "
+        f"{seconds_text(serial)} if nothing did",
+        parts,
+    )
+
+
+def _bars(title: str, bars: Iterable[Bar]) -> str:
+    """Returns a list with a bar for each value; one over 100 % is marked."""
+    items = "".join(
+        f"<li><span>{escape(name)} <small>{escape(detail)}</small></span>"
+        f"<b>{escape(value)}</b>"
+        f"<i{' class=over' if share > 1 else ''}>"
+        f'<u style="width:{100 * min(share, 1):.2f}%"></u></i></li>'
+        for name, detail, value, share in bars
+    )
+    return f'<h3 class="table">{escape(title)}</h3><ul class="bars">{items}</ul>'
