@@ -1,5 +1,6 @@
 """The programs and fragments of docs/sharding.md are run as they stand."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -41,6 +42,8 @@ def run(program: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
+        # Threads for all devices to wait in: on two busy cores they block each other.
+        env={**os.environ, "NPROC": "32"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

@@ -158,13 +158,13 @@ def test_data_parallel_moves_one_gradient_and_nothing_else():
 def test_fsdp_gathers_each_weight_once_forward_and_once_backward():
     prepared, step_fn = compiled("fsdp")
     found = audit(step_fn, prepared.mesh)
-    tables = 2 * VOCAB * WIDTH * FLOAT  # embedding and head, needed once each
+    head = VOCAB * WIDTH * FLOAT  # needed once
     indices = BATCH * LENGTH * 4
     _, gathered = found.total("all-gather", "fsdp")
-    assert gathered == 2 * blocks_bytes(prepared) + tables + indices
-    # Gradients of the looked-up rows turn from examples to width.
+    assert gathered == 2 * blocks_bytes(prepared) + head + indices
+    # Rows that were looked up turn from width to examples, their gradients back.
     _, turned = found.total("all-to-all", "fsdp")
-    assert turned == BATCH * LENGTH * WIDTH * FLOAT // 8
+    assert turned == 2 * BATCH * LENGTH * WIDTH * FLOAT // 8
 
 
 def test_tensor_parallel_never_gathers_logits_and_sums_twice_a_block_each_way():
