@@ -143,6 +143,7 @@ def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, theta: float) -> jax.Arra
         positions_BL[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     )
     sin, cos = jnp.sin(angle), jnp.cos(angle)
-    a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return turned.astype(x_BLHK.dtype)
+    # Halves are split and joined in the type of x: what is stored of them is that.
+    a, b = (half.astype(jnp.float32) for half in jnp.split(x_BLHK, 2, axis=-1))
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return jnp.concatenate([half.astype(x_BLHK.dtype) for half in turned], axis=-1)
