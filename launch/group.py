@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .logs import Logs
-from .statuses import Ending
+from .progress_file import Report
+from .stall import furthest
+from .statuses import DONE, GAVE_UP, Ending
 from .target import GUARD, Command
 
 
@@ -92,9 +94,9 @@ class Worker:
 class Group:
     """All workers of one attempt."""
 
-    def __init__(self, heir: Heir, logs: Logs):
+    def __init__(self, heir: Heir, logs: Logs, processes: int):
         self.workers: list[Worker] = []
-        self._heir, self._logs = heir, logs
+        self._heir, self._logs, self._processes = heir, logs, processes
 
     def start(self, commands: Sequence[Command]) -> None:
         for number, command in enumerate(commands):
@@ -111,19 +113,19 @@ class Group:
     def has_ended(self) -> bool:
         return all(worker.status is not None for worker in self.workers)
 
-    def endings(self, steps: Mapping[int, int | None]) -> list[Ending]:
-        """Of those that have ended; `steps` are the last by worker."""
-        return [
-            Ending(w.number, w.status, self._step(w, steps), w.name, w.host)
-            for w in self.workers
-            if w.status is not None
-        ]
+    def endings(self, reports: Mapping[int, Report]) -> list[Ending]:
+        """Of those that have ended; `reports` are the last by process."""
+        return [self._ending(w, reports) for w in self.workers if w.status is not None]
 
-    def _step(self, worker: Worker, steps: Mapping[int, int | None]) -> int | None:
-        """The last step of a worker, or of all that a lone one has started."""
+    def _ending(self, worker: Worker, reports: Mapping[int, Report]) -> Ending:
+        assert worker.status is not None
+        status, number = worker.status, worker.number
         if len(self.workers) > 1:
-            return steps.get(worker.number)
-        return max((s for s in steps.values() if s is not None), default=None)
+            step = reports[number].step if number in reports else None
+        else:  # it may have started many
+            step = furthest(reports.values())
+            status = _status(status, reports, self._processes)
+        return Ending(number, status, step, worker.name, worker.host)
 
     def kill(self) -> None:
         """Returns once every worker is dead and reaped."""
@@ -131,3 +133,12 @@ class Group:
             worker.kill()
         while not self.poll():
             time.sleep(0.01)
+
+
+def _status(own: int, reports: Mapping[int, Report], processes: int) -> int:
+    """Of a command that has started all processes, which know their own better."""
+    said = [r.status for r in reports.values() if r.status is not None]
+    if len(said) == processes:
+        return max(said)
+    # Some were able to say how they ended, and the others were not.
+    return GAVE_UP if said and own == DONE else own

@@ -10,6 +10,9 @@ another beside it and renames it, so that nobody reads half of it) with one JSON
 - `time`: Unix time of the report.
 - `allow` (may be missing): seconds that the next report may take, where they are known
   to be many, as before a compilation. It lengthens the limit, never shortens it.
+- `status` (may be missing): the process is about to end, with this exit status. mpirun
+  and srun give one status for all of them, and not always that: MPICH may forget the
+  status of those that end together, and Slurm kills the others when the first leaves.
 
 A report that differs from the one before is progress, so it is made where something
 has been finished (a step, an evaluation, a save) and never by a timer: a heartbeat of
@@ -33,6 +36,7 @@ class Report:
     step: int | None
     time: float
     allow: float = 0.0
+    status: int | None = None
 
 
 def read(path: Path) -> Report | None:
@@ -44,20 +48,38 @@ def read(path: Path) -> Report | None:
     try:
         found = json.loads(text)
         step, when, allow = found["step"], found["time"], found.get("allow", 0)
+        status = found.get("status")
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _malformed(path, text) from None
-    if not (step is None or type(step) is int) or not all(map(_is_time, (when, allow))):
+    numbers = all(x is None or type(x) is int for x in (step, status))
+    if not numbers or not all(map(_is_time, (when, allow))):
         raise _malformed(path, text)
-    return Report(step, when, allow)
+    return Report(step, when, allow, status)
 
 
-def write(path: Path, step: int | None, *, allow: float = 0.0) -> None:
+def write(
+    path: Path, step: int | None, *, allow: float = 0.0, status: int | None = None
+) -> None:
     document = {"step": step, "time": time.time()}
     if allow:
         document["allow"] = allow
+    if status is not None:
+        document["status"] = status
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(document))
     os.replace(new, path)
+
+
+def leave(status: int) -> int:
+    """Reports, if anybody wants to know, how this process is about to end.
+
+    Returns:
+      `status`, to end with.
+    """
+    if path := os.environ.get(VARIABLE):
+        last = read(Path(path))
+        write(Path(path), last and last.step, status=status)
+    return status
 
 
 def _is_time(value: object) -> bool:

@@ -3,7 +3,7 @@
 import collections
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from .progress_file import Report
 
@@ -44,14 +44,14 @@ class Watch:
         self._times: dict[int, float] = {}
 
     @property
-    def steps(self) -> dict[int, int | None]:
-        """The last step of each worker that has reported in this attempt."""
-        return {worker: report.step for worker, report in self._reports.items()}
+    def reports(self) -> Mapping[int, Report]:
+        """The last of each worker that has reported in this attempt."""
+        return self._reports
 
     @property
     def step(self) -> int | None:
         """The furthest step of this attempt."""
-        return max((s for s in self.steps.values() if s is not None), default=None)
+        return furthest(self._reports.values())
 
     def see(self, worker: int, report: Report | None) -> bool:
         """Takes a worker's newest report; whether it is further than any ever was.
@@ -104,3 +104,7 @@ class Watch:
             "before the first step" if self.step is None else f"last step {self.step}"
         )
         return f"no progress for {self.silent_seconds:.0f} s, {last}"
+
+
+def furthest(reports: Iterable[Report]) -> int | None:
+    return max((r.step for r in reports if r.step is not None), default=None)

@@ -113,7 +113,7 @@ class Supervisor:
         attempt = Attempt(self._attempt, size, settings.processes, self._reason)
         self._watch.begin()
         self._restarts.begin()
-        group = Group(self._heir, logs)
+        group = Group(self._heir, logs, size)
         try:
             for number in range(size):
                 logs.progress(number).unlink(missing_ok=True)  # of an earlier attempt
@@ -133,7 +133,7 @@ class Supervisor:
             outcome = self._watch_group(group)
         finally:
             group.kill()
-        endings = group.endings(self._watch.steps)
+        endings = group.endings(self._watch.reports)
         for worker, ending in zip(group.workers, endings, strict=True):
             by_us = f", told to end by the supervisor: {outcome.reason}"
             text = f"attempt {self._attempt}: {ending}{by_us * worker.was_told}"
@@ -148,7 +148,7 @@ class Supervisor:
             self._look()  # after that, so that the last reports of the dead count
             if self._told:
                 return self._stop(group)
-            if death := statuses.cause(group.endings(watch.steps)):
+            if death := statuses.cause(group.endings(watch.reports)):
                 self._logs.event("death", attempt=self._attempt, **_fields(death))
                 if death.status == PREEMPTED:
                     # The others are leaving too, and a second SIGTERM would end them

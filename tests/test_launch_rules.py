@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,8 @@ def test_reports_are_read_as_written(tmp_path):
     report = progress_file.read(file)
     assert (report.step, report.allow) == (37, 300)
     assert set(json.loads(file.read_text())) == {"step", "time", "allow"}
+    progress_file.write(file, 37, status=75)
+    assert progress_file.read(file).status == 75
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -90,7 +93,8 @@ def test_reports_are_read_as_written(tmp_path):
         '{"step": 1.5, "time": 0}',
         '{"step": 1, "time": "x"}',
     ]
-    + ['{"step": true, "time": 0}', '{"step": 1, "time": 0, "allow": -1}'],
+    + ['{"step": true, "time": 0}', '{"step": 1, "time": 0, "allow": -1}']
+    + ['{"step": 1, "time": 0, "status": "done"}'],
 )
 def test_other_reports_are_refused(text, tmp_path):
     file = tmp_path / "progress.json"
@@ -98,6 +102,42 @@ def test_other_reports_are_refused(text, tmp_path):
     expected = f"progress.json holds {re.escape(repr(text))}; expected"
     with pytest.raises(ValueError, match=expected):
         progress_file.read(file)
+
+
+def test_leaving_says_the_status_at_the_last_step(tmp_path, monkeypatch):
+    file = tmp_path / "progress.json"
+    assert progress_file.leave(75) == 75  # nobody wants to know
+    monkeypatch.setenv(progress_file.VARIABLE, str(file))
+    assert progress_file.leave(2) == 2
+    assert progress_file.read(file).status == 2
+    progress_file.write(file, 37, allow=300)
+    assert progress_file.leave(0) == 0
+    found = progress_file.read(file)
+    assert (found.step, found.allow, found.status) == (37, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "own, said, status",
+    [
+        (0, [75, 75], 75),  # MPICH, where both end together
+        (-15, [75, 75], 75),  # Slurm, which kills the second
+        (0, [0, 75], 75),
+        (9, [0, 0], 0),
+        (0, [0, None], 1),
+        (75, [75, None], 75),
+        (-9, [None, 75], -9),
+        (0, [None, None], 0),  # a command that reports no status
+        (3, [], 3),
+    ],
+)
+def test_processes_know_their_status_better_than_mpirun(own, said, status, tmp_path):
+    lone = group.Group(None, None, 2)  # type: ignore
+    lone.workers = [SimpleNamespace(number=0, name="mpirun", host="", status=own)]  # type: ignore
+    reports = {n: Report(n, 0.0, status=one) for n, one in enumerate(said)}
+    (found,) = lone.endings(reports)
+    assert found == statuses.Ending(
+        0, status, len(said) - 1 if said else None, "mpirun"
+    )
 
 
 # Stalls.
@@ -196,7 +236,7 @@ def test_only_steps_further_than_ever_are_progress_of_the_job(clock):
     watch = watch_of(clock)
     found = [watch.see(0, Report(step, step)) for step in (1, 2, 3)]
     watch.begin()
-    assert watch.steps == {} and watch.step is None
+    assert watch.reports == {} and watch.step is None
     assert not watch.see(0, Report(None, 4))
     found += [watch.see(0, Report(step, 4 + step)) for step in (2, 3, 4)]
     assert found == [True, True, True, False, False, True]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from launched import ending, losses, step_of, wait_until
@@ -142,7 +143,11 @@ def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
         def come_back() -> None:
             pending = ("squeue", "-h", "-o", "%T")
             wait_until(lambda: "PENDING" in slurm(*pending), job, output, 60)
-            # Slurm lets a job that comes back wait for two minutes.
+            # Slurm lets a job that comes back wait for two minutes. Less will do, but
+            # nodes must have forgotten it, and they count that in whole seconds.
+            nodes = ("sinfo", "-h", "-N", "-o", "%t")
+            wait_until(lambda: slurm(*nodes).split() == ["idle"] * 2, job, output, 60)
+            time.sleep(2)
             slurm("scontrol", "update", "JobId=1", "StartTime=now")
 
         job = a.start(

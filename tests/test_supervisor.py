@@ -130,8 +130,8 @@ def test_the_last_report_of_the_dead_counts(tmp_path):
             self.has_ended = True
             return True
 
-        def endings(self, steps):
-            return [Ending(0, 1, steps.get(0))] if self.has_ended else []
+        def endings(self, reports):
+            return [Ending(0, 1, reports[0].step)] if self.has_ended else []
 
     supervisor = Supervisor(Local([]), tmp_path, Settings(processes=1))
     with supervisor._logs:

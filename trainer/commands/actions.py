@@ -5,14 +5,15 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from ...launch.statuses import PREEMPTED
+from ...launch import progress_file
+from ...launch.statuses import DONE, PREEMPTED
 from ..config import files as config_files
 from ..config import tree as config_tree
 
 DEFAULT_CONFIG = "default"
 
 
-def train(args: Namespace) -> int | None:
+def train(args: Namespace) -> int:
     import jax
 
     from .. import distributed
@@ -29,7 +30,7 @@ def train(args: Namespace) -> int | None:
     _use_compilation_cache()
     if args.dry_run:
         _dry_run(loaded.config, workdir, args.insist)
-        return None
+        return DONE
     from .. import preemption
     from .. import train as train_lib
 
@@ -45,8 +46,8 @@ def train(args: Namespace) -> int | None:
             )
         except preemption.Preempted as error:
             print(f"meshloom: {error}. Run the same command again to continue.")
-            return PREEMPTED
-    return None
+            return progress_file.leave(PREEMPTED)
+    return progress_file.leave(DONE)
 
 
 def _with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files.Loaded:
