@@ -112,29 +112,31 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU with gate and up as one weight, or one hidden layer with GELU."""
+    """SwiGLU, or one hidden layer with GELU.
+
+    Gate and up are two weights: as one, [D, 2, F], the compiler for TPUs copies it and
+    its product from one order to another, and sums its whole gradient over devices.
+    """
 
     def __init__(self, config: "Config", rngs: nnx.Rngs):
         c = self.config = config
         D, F = c.d_model, c.d_ff
         if c.mlp == "swiglu":
-            self.gate_up = weight(c, rngs, (D, 2, F), ("embed", None, "mlp"))
-        else:
-            self.up = weight(c, rngs, (D, F), ("embed", "mlp"))
+            self.gate = weight(c, rngs, (D, F), ("embed", "mlp"))
+        self.up = weight(c, rngs, (D, F), ("embed", "mlp"))
         self.down = weight(c, rngs, (F, D), ("mlp", "embed"), scale=residual_scale(c))
         if c.use_bias:
-            name = "gate_up_bias" if c.mlp == "swiglu" else "up_bias"
-            shape = (2, F) if c.mlp == "swiglu" else (F,)
-            axes = (None, "mlp") if c.mlp == "swiglu" else ("mlp",)
-            setattr(self, name, constant(c, 0.0, shape, axes))
+            if c.mlp == "swiglu":
+                self.gate_bias = constant(c, 0.0, (F,), ("mlp",))
+            self.up_bias = constant(c, 0.0, (F,), ("mlp",))
             self.down_bias = constant(c, 0.0, (D,), ("norm",))
 
     def __call__(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
+        up = checkpoint_name(linear(x_BLD, self, "up", 1, shard), "hidden")
         if self.config.mlp == "swiglu":
-            both = checkpoint_name(linear(x_BLD, self, "gate_up", 1, shard), "hidden")
-            hidden = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+            gate = checkpoint_name(linear(x_BLD, self, "gate", 1, shard), "hidden")
+            hidden = jax.nn.silu(gate) * up
         else:
-            up = checkpoint_name(linear(x_BLD, self, "up", 1, shard), "hidden")
             hidden = jax.nn.gelu(up)
         hidden = shard(hidden, ("batch", "length", "mlp"))
         return linear(hidden, self, "down", 1, shard)

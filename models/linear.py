@@ -18,10 +18,10 @@ def linear(
     """Contracts the last `num_in` dimensions of x with the first of the weight."""
     variable = getattr(module, name)
     w = shard.weight(variable[...], variable.get_metadata()["axes"], x.dtype)
-    if shard.is_single:
+    if shard.is_single and shard.platform == "cpu":
         # As plain matrices, so that the weight's gradient is one plain matmul too: the
-        # batched form makes a transposing copy, a quarter of a step on CPU. Flattening
-        # dimensions that are cut over devices would gather them.
+        # batched form makes a transposing copy, a quarter of a step. On TPUs this form
+        # copies. Flattening dimensions that are cut over devices would gather them.
         width = math.prod(w.shape[:num_in])
         y = x.reshape(-1, width) @ w.reshape(width, -1)
         y = y.reshape(*x.shape[:-num_in], *w.shape[num_in:])

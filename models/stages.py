@@ -31,6 +31,10 @@ class TransformerStack:
     def remat(self) -> str:
         return self.config.remat
 
+    @property
+    def dtype(self) -> str:
+        return self.config.compute_dtype
+
     def complete(self, batch: Batch) -> Batch:
         return with_positions(batch)
 

@@ -31,7 +31,7 @@ SUBLANES = 8
 # its result, the block's own backward pass does not.
 RECOMPUTED = {
     "none": (),
-    "full": ("qkv", "scores", "attend", "out", "up"),
+    "full": ("qkv", "scores", "attend", "out", "gate", "up"),
     "save-dots": ("scores", "attend"),
     "save-named": ("scores",),
 }
@@ -61,7 +61,8 @@ def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
         attention_cut=attention.working_if_cut,
         mlp=(
             *(attention.waiting if config.remat == "full" else ()),
-            replace(arrays.hidden, count=2),
+            arrays.hidden,
+            replace(arrays.hidden, name="gradients of hidden"),
             arrays.half,
         ),
         logits=arrays.make(
@@ -97,10 +98,6 @@ class _Arrays:
         return c.kv_heads, c.num_heads // c.kv_heads + 2, c.head_width
 
     @property
-    def parts(self) -> int:
-        return 2 if self.config.mlp == "swiglu" else 1
-
-    @property
     def residual(self) -> Array:
         return self.make("block input", (self.B, self.L, self.config.d_model), RESIDUAL)
 
@@ -130,8 +127,8 @@ class _Arrays:
 
     @property
     def hidden(self) -> Array:
-        shape = (self.B, self.L, self.parts, self.config.d_ff)
-        return self.make("hidden", shape, (*POSITIONS, None, "mlp"))
+        count = 2 if self.config.mlp == "swiglu" else 1
+        return replace(self.half, name="hidden", count=count)
 
     @property
     def half(self) -> Array:
@@ -173,8 +170,16 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
     tokens, kv = (a.B, a.L), ("kv_heads", None, "head_dim")
     squares = (a.B, H, a.L, a.L, K)
     by_head = ("batch", "heads", "length", None, "head_dim")
-    up = "gate_up" if c.mlp == "swiglu" else "up"
     share, backward = attention.share, attention.backward
+    up = Product(
+        "up",
+        (*tokens, D, F),
+        (*POSITIONS, "embed", "mlp"),
+        "blocks/mlp/up",
+        spread="mlp",
+    )
+    # The gradients of the input from gate and up are one sum.
+    gate = replace(up, name="gate", weight="blocks/mlp/gate", spread="")
     return (
         Product(
             "qkv",
@@ -192,13 +197,8 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
             "blocks/attention/out",
             summed="heads",
         ),
-        Product(
-            "up",
-            (*tokens, D, a.parts, F),
-            (*POSITIONS, "embed", None, "mlp"),
-            f"blocks/mlp/{up}",
-            spread="mlp",
-        ),
+        *((gate,) if c.mlp == "swiglu" else ()),
+        up,
         Product(
             "down",
             (*tokens, F, D),

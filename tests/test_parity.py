@@ -128,7 +128,7 @@ def test_training_is_the_same_on_every_mesh(name, reference):
         "fsdp": {"embedding": 8, "blocks/mlp/down": 8, "blocks/attention/qkv": 8},
         "tensor": {"embedding": 4, "blocks/mlp/down": 4, "blocks/attention/qkv": 4},
         "all": {"embedding": 4, "blocks/mlp/down": 4, "head": 4},
-        "tensor2d": {"embedding": 8, "blocks/mlp/gate_up": 8, "head": 8},
+        "tensor2d": {"embedding": 8, "blocks/mlp/gate": 8, "head": 8},
     }.items(),
 )
 def test_parameters_are_cut_as_planned(name, ways):
@@ -177,8 +177,9 @@ def test_tensor_parallel_never_gathers_logits_and_sums_twice_a_block_each_way():
     large = [c for c in sums if c.bytes >= activation * c.count]
     # Two in each block forward and two backward, the look-up and the head's input.
     assert sum(c.count for c in large) == 4 * LAYERS + 2
-    # The compiler may put a small sum into the same collective.
-    assert all(c.bytes < 1.1 * activation * c.count for c in large)
+    # The compiler may put a small sum into the same collective. That for CPUs sums the
+    # gradients from gate and up before it adds them, both in one.
+    assert sum(c.bytes for c in large) < 1.05 * activation * (5 * LAYERS + 2)
     assert all(c.bytes < logits * c.count for c in sums)
 
 

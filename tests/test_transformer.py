@@ -169,7 +169,7 @@ def plain_attention(config, x, p):
 
 def plain_mlp(config, x, p):
     if config.mlp == "swiglu":
-        gate, up = x @ p["gate_up"][:, 0], x @ p["gate_up"][:, 1]
+        gate, up = x @ p["gate"], x @ p["up"]
         return (gate / (1 + np.exp(-gate)) * up) @ p["down"]
     y = x @ p["up"] + p["up_bias"]
     y = 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))

@@ -94,6 +94,7 @@ class ClassifierStack:
     blocks = "trunk"
     axes = WIDE
     cut = 0
+    dtype = None
 
     @property
     def remat(self) -> str:

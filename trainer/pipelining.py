@@ -16,6 +16,7 @@ from ..sharding.pipeline.schedule import NAMES
 from ..sharding.pipeline.simulate import (
     GATHERS,
     Simulation,
+    Sizes,
     best_microbatches,
     simulate,
 )
@@ -162,12 +163,11 @@ def plan_pipeline(
     except ValueError as error:
         raise ValueError(f"mesh axis pipe={num_stages}: {error}") from error
     derived = config.num_microbatches is None
-    simulation = _simulate(schedule, stack.remat, settings.gather)
+    each_stage = num_layers // num_stages
+    simulation = _simulate(schedule, stack.remat, settings.gather, each_stage)
     advice = ""
     if advise:
-        advice = _advice(
-            schedule, derived, each, config.batch_size, num_layers // num_stages
-        )
+        advice = _advice(schedule, derived, each, config.batch_size, each_stage)
     return Plan(schedule, simulation, order, derived=derived, advice=advice)
 
 
@@ -176,8 +176,9 @@ _make = functools.lru_cache(maxsize=256)(make)
 
 
 @functools.lru_cache(maxsize=1024)
-def _simulate(schedule: Schedule, remat: str, gather: str) -> Simulation:
-    return simulate(schedule, remat=remat, gather=gather)
+def _simulate(schedule: Schedule, remat: str, gather: str, layers: int) -> Simulation:
+    sizes = Sizes(layers_per_stage=layers)
+    return simulate(schedule, remat=remat, gather=gather, sizes=sizes)
 
 
 def _advice(

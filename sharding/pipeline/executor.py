@@ -87,6 +87,8 @@ class Pipeline:
                 batch_axes=batch_cut,
                 summed=batch_cut if key == self.stack.blocks else manual,
                 late=self.gather == "microbatch",
+                dtype=self.stack.dtype,
+                num_stacked=int(key == self.stack.blocks),
             )[key]
             for key in stored
         }

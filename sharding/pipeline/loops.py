@@ -103,17 +103,21 @@ def loops(rows: Rows) -> list[Loop]:
 
 
 def _kinds(rows: Rows) -> list[Kind]:
-    kinds = []
+    kinds, S = [], rows.forward.shape[1]
     busy = [(table != IDLE).any(axis=(1, 2)).tolist() for table in rows[:2]]
     outside = [(table != IDLE).tolist() for table in rows[2:]]
-    for does in map(Kind, *busy, *outside):
+    found = list(map(Kind, *busy, *outside))
+    # Work for no microbatch, at a few ticks, is cheaper than another loop to compile.
+    feeds = sum(k[:3] == (True, False, False) for k in found) <= 2 * S
+    leaves = sum(k[:2] == (False, True) and not k[4] for k in found) <= 2 * S
+    for does in found:
         if does.forward and does.backward:
-            # All work outside the stack or none: fewer kinds, fewer loops to compile.
-            outside = any(does[2:])
-            does = Kind(True, True, outside, outside, outside)
-        elif does.forward:
+            # All of it or none: fewer kinds, which may be one loop of pairs.
+            any_outside = any(does[2:])
+            does = Kind(True, True, any_outside, any_outside, any_outside)
+        elif does.forward and feeds:
             does = does._replace(embed=True)
-        elif does.backward:
+        elif does.backward and leaves:
             does = does._replace(embed_backward=True)
         kinds.append(does)
     return kinds

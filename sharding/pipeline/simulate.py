@@ -196,7 +196,9 @@ def simulate(
     boundary = BOUNDARY_TRANSFERS * M if S > 1 else 0
     gathers = scatters = 1.0
     if gather == "microbatch":
-        gathers = (F + B * (1 if remat == "none" else 2)) / R
+        # A backward computes its layers, and each of several again for its gradient.
+        in_a_backward = 1 if remat == "none" or layers == 1 else 2
+        gathers = (F + B * in_a_backward) / R
         scatters = B / R
     weights, gradients = _weight_memory(sizes, gather)
     whole, ways = sizes.weight_bytes, sizes.fsdp

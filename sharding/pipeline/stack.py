@@ -27,12 +27,15 @@ class Stack(Protocol):
       remat: what the backward pass recomputes, a key of simulate.BACKWARD_COST. Under
         "none" it uses what the forward of the microbatch kept; otherwise the stage is
         computed again from its input, and `rematerialize` says what is kept then.
+      dtype: the type in which all weights of two dimensions and more are computed with,
+        so that they travel as that; None for the type they are stored in.
     """
 
     blocks: str
     axes: Axes
     cut: int
     remat: str
+    dtype: Any
 
     def complete(self, batch: Batch) -> Batch:
         """The batch with what the parts below would otherwise make up."""

@@ -26,6 +26,8 @@ class Weight:
       late: axes gathered where the weight is used, once a microbatch.
       summed: axes over which devices hold different parts of the gradient's sum.
       rest, gradient_rest: how both are cut over the axes that are not manual.
+      dtype: what it is cast to before it is gathered, so that less travels; None for
+        as it is.
     """
 
     stored: Dims
@@ -34,6 +36,7 @@ class Weight:
     summed: tuple[str, ...]
     rest: Dims
     gradient_rest: Dims
+    dtype: Any = None
 
     def gather(self, w: jax.Array, *, late: bool, skip: int = 0) -> jax.Array:
         """Whole along the axes of `stored` that are due now, or at the use.
@@ -55,6 +58,10 @@ class Weight:
 
         if not due:
             return w
+        if self.dtype is not None:
+            w = w.astype(self.dtype)
+        if late:
+            w = _reduced_at_once(w)
         return in_pieces(gather, w, self.rest[skip:], [dim for dim, _ in due])
 
     def reduce(self, g: jax.Array) -> jax.Array:
@@ -73,6 +80,21 @@ class Weight:
             return lax.psum(g, whole) if whole else g
 
         return in_pieces(reduce, g, self.gradient_rest, [dim for dim, _ in cut])
+
+
+@jax.custom_vjp
+def _reduced_at_once(w: jax.Array) -> jax.Array:
+    """w; its gradient is summed over devices once a microbatch, as it is made.
+
+    The compiler for TPUs would sum microbatches first, which takes the whole gradient's
+    memory, and fails where they are cast in between.
+    """
+    return w
+
+
+_reduced_at_once.defvjp(
+    lambda w: (w, None), lambda _, g: (lax.optimization_barrier(g),)
+)
 
 
 def in_pieces(
@@ -102,8 +124,15 @@ def plan_weights(
     batch_axes: Sequence[str],
     summed: Sequence[str],
     late: bool,
+    dtype: Any = None,
+    num_stacked: int = 0,
 ) -> Any:
-    """A tree of Weight from trees of PartitionSpec for parameters and gradients."""
+    """A tree of Weight from trees of PartitionSpec for parameters and gradients.
+
+    Args:
+      dtype: of matrices, when they are computed with.
+      num_stacked: leading dimensions that tell layers apart.
+    """
 
     def one(path, spec: P, gradient_spec: P) -> Weight:
         dims = tuple(_manual(entry, summed) for entry in spec)
@@ -129,6 +158,7 @@ def plan_weights(
             summed=tuple(summed),
             rest=rest(spec),
             gradient_rest=rest(gradient_spec),
+            dtype=dtype if len(dims) - num_stacked > 1 else None,
         )
 
     def rest(spec: P) -> Dims:

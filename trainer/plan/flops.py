@@ -7,6 +7,7 @@ with a forward of its own; and each stage does 1/S of the head. Elementwise work
 counted: on these devices it is bound by memory.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -44,6 +45,8 @@ class Ticks:
     backwards: int
     heads: int
     exchanges: int = 0
+    embeds: int = 0
+    embed_backwards: int = 0
 
 
 def ticks(case: Case) -> Ticks:
@@ -57,23 +60,25 @@ def ticks(case: Case) -> Ticks:
 @functools.lru_cache(maxsize=256)
 def _pipeline_ticks(schedule: Schedule) -> Ticks:
     rows = loops_lib.rows(schedule, training=True)
-    found = dict.fromkeys(("forward", "backward", "head", "exchanges"), 0)
+    found = collections.Counter()
     for loop in loops_lib.loops(rows):
         for kind, length in loop.runs:
             count = loop.times * length
-            found["forward"] += count * kind.forward
-            found["backward"] += count * kind.backward
-            found["head"] += count * kind.head
+            found["forwards"] += count * kind.forward
+            found["backwards"] += count * kind.backward
+            found["heads"] += count * kind.head
+            found["embeds"] += count * kind.embed
+            found["embed_backwards"] += count * kind.embed_backward
             scatters = kind.embed_backward or kind.head
             found["exchanges"] += count * (scatters + (kind.embed or kind.head))
-    return Ticks(*found.values())
+    return Ticks(**found)
 
 
 def flops(case: Case) -> Flops:
     costs, times = case.costs, ticks(case)
     each = {p.name: _device(case, p) for p in costs.products}
     forward = sum(each.values())
-    again = sum(each[name] for name in costs.recomputed)
+    again = sum(each[name] for name in each if name in costs.recomputed)
     backward = sum(p.backward * each[p.name] for p in costs.products) + again
     layers = case.layers
     if case.pipeline is not None:

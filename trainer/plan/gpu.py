@@ -9,8 +9,8 @@ Memory, beside what TPUs need too:
               and the head's input wait through the backward pass
   products    of weight gradients come last in a block, so their operands wait too; a
               product by cuBLAS has a workspace
-  pipelines   gather weights in float32 and cast them at each use; gradients of one
-              microbatch are there for all weights, not for the blocks' alone
+  pipelines   have gradients of one microbatch for all weights, not for the blocks'
+              alone
 """
 
 import dataclasses
@@ -27,12 +27,6 @@ def gathers_of_head(case: Case) -> int:
     """An embedding that is the head too: GPUs gather it for each, TPUs once."""
     is_gpu = case.target.device.platform == "gpu"
     return 2 if is_gpu and case.costs.head.weight == "embedding" else 1
-
-
-def pipeline_itemsize(case: Case) -> int:
-    """Of weights as a pipeline gathers them; for TPUs the compiler casts them first."""
-    is_gpu = case.target.device.platform == "gpu"
-    return FLOAT32 if is_gpu else case.itemsize
 
 
 def on_gpu(case: Case, moments: Moments) -> Moments:
@@ -137,12 +131,13 @@ def _working(case: Case, unfused: Part) -> Part:
     if not case.costs.fused:
         return unfused
     arrays = {a.name: a for a in (*case.costs.attention, *case.costs.mlp)}
-    qkv, attended, hidden, half = (
+    qkv, attended, half = (
         dataclasses.replace(arrays[name], count=1)
-        for name in ("qkv", "attended", "hidden", "activated")
+        for name in ("qkv", "attended", "activated")
     )
+    hidden = arrays["hidden"]
     if case.costs.recomputed >= {"qkv", "up"}:  # the block is computed again first
-        alive = (Values(hidden, 2), *of_each((half, qkv, attended)))
+        alive = of_each((hidden, hidden, half, qkv, attended))
     else:
         alive = of_each((hidden, half, qkv))
     return part(case, "working", "of one block", *alive)

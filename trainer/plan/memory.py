@@ -140,8 +140,9 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
         in_flight = part(case, "in flight", words, Values(residual, slots))
         kept = of_each(costs.kept, layers)
         chunk = (part(case, "kept", "of one microbatch", *kept),)
+    late = case.config.pipeline.gather == "microbatch"
     common = (
-        *_pipeline_weights(case),
+        _gradient_sums(case, late),
         in_flight,
         part(
             case,
@@ -150,20 +151,25 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
             Values(residual, 4 + _waiting(case)),
         ),
     )
-    outside = [Weights("compute", "outside", FLOAT32)]
+    # Gathered once a microbatch, weights travel as they are computed with, one layer at
+    # a time, and so do their gradients.
+    itemsize = case.itemsize if late else FLOAT32
+    outside = [Weights("compute", "outside", itemsize)]
     if costs.head.weight == "embedding":
         # Of the look-up and of the head, before they are added.
-        outside.append(Weights("compute", "embedding", FLOAT32))
-    stage = Weights("compute", "blocks", FLOAT32, 1 / R)
+        outside.append(Weights("compute", "embedding", itemsize))
+    stage = Weights("compute", "blocks", itemsize, 1 / (case.layers if late else R))
     logits = Values(costs.logits, 1 / case.num_stages)
     gradients = Weights("gradients", itemsize=FLOAT32)
     return {
         "head": (
+            _stage_weights(case, "outside" if late else "all"),
             *common,
             part(case, "logits", "of a stage's part", logits),
             part(case, "gradients", "outside the blocks, of one microbatch", *outside),
         ),
         "backward": (
+            _stage_weights(case, "blocks" if late else "all"),
             *common,
             *chunk,
             part(case, "gradients", "of one microbatch", stage),
@@ -173,25 +179,26 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
     }
 
 
-def _pipeline_weights(case: Case) -> tuple[Part, Part]:
-    """Gathered weights and sums of their gradients."""
+def _stage_weights(case: Case, which: str) -> Part:
+    """Weights that a stage has gathered: "all" for the step, or those at hand."""
     assert case.pipeline is not None
     R = case.pipeline.schedule.num_chunks
     outside = Weights("compute", "outside", case.itemsize, tiled_as=FLOAT32)
-    if case.config.pipeline.gather == "step":
-        # Of several chunks the one at hand is copied out, for the loop over its layers.
-        times = 1 + 1 / R if R > 1 else 1
-        words = "of the stage and outside"
-        sums = (Weights("compute", itemsize=FLOAT32),)
-    else:
-        times, words = 2 / case.layers, "of two layers and outside"
-        layer = Weights("compute", "blocks", FLOAT32, 1 / case.layers)
-        sums = (Weights("gradients", itemsize=FLOAT32), layer)
+    # Of several chunks the one at hand is copied out, for the loop over its layers.
+    times, words = (1 + 1 / R if R > 1 else 1), "of the stage and outside"
+    if which != "all":
+        num = 1 if case.layers == R else 2
+        times, words = num / case.layers, f"of {num} layer{'s' * (num > 1)}"
     blocks = Weights("compute", "blocks", case.itemsize, times, tiled_as=FLOAT32)
-    return (
-        part(case, "weights, gathered", words, blocks, outside),
-        part(case, "gradient sums", "of the stage and outside", *sums),
-    )
+    found = {"all": (blocks, outside), "blocks": (blocks,), "outside": (outside,)}
+    words = "outside the blocks" if which == "outside" else words
+    return part(case, "weights, gathered", words, *found[which])
+
+
+def _gradient_sums(case: Case, late: bool) -> Part:
+    tree = "gradients" if late else "compute"
+    sums = Weights(tree, itemsize=FLOAT32)
+    return part(case, "gradient sums", "of the stage and outside", sums)
 
 
 def _kept(case: Case) -> list[Part]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from .case import Case, more_cut
 from .cutting import FLOAT32
 from .flops import ticks
-from .gpu import gathers_of_head, pipeline_itemsize
+from .gpu import gathers_of_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +174,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
         "stages",
     )
     yield Transfer("all-to-all", ("pipe",), times.exchanges * residual, "outside")
-    gathers = scatters = 1.0
     late = case.config.pipeline.gather == "microbatch"
-    if late:
-        found = case.pipeline.simulation
-        gathers, scatters = found.weight_gathers, found.weight_scatters
     batch = case.batch_axes
     for stored, gradient, whole in zip(
         case.params.arrays,
@@ -188,9 +184,10 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
     ):
         is_block = case.is_block(whole.path)
         elements = whole.bytes_per_device // whole.itemsize
+        gathers, scatters = _uses(case, whole.path)
         for kind, tree, runs, itemsize in (
-            ("all-gather", stored, gathers, pipeline_itemsize(case)),
-            ("reduce-scatter", gradient, scatters, FLOAT32),
+            ("all-gather", stored, gathers, case.itemsize),
+            ("reduce-scatter", gradient, scatters, case.itemsize if late else FLOAT32),
         ):
             axes = more_cut(tree, whole)
             # One axis after the other, the major one last when gathering.
@@ -203,6 +200,21 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
                 rest = [a for a in batch if a not in axes]
                 rest += [] if is_block or "pipe" in axes else ["pipe"]
                 yield Transfer("all-reduce", tuple(rest), size, "gradients")
+
+
+def _uses(case: Case, path: str) -> tuple[float, float]:
+    """How often a pipeline computes with a weight, and with its gradient."""
+    assert case.pipeline is not None
+    times, found = ticks(case), case.pipeline.simulation
+    if case.is_block(path):
+        return found.weight_gathers, found.weight_scatters
+    is_head = path == case.costs.head.weight
+    is_embedding = not is_head or path == "embedding"
+    heads = times.heads * is_head
+    return (
+        heads + times.embeds * is_embedding,
+        heads + times.embed_backwards * is_embedding,
+    )
 
 
 _WHOLE = ("batch", "length", "embed")
