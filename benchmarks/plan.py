@@ -36,7 +36,6 @@ MODELS = {
     "8b": ("llama3_8b", []),
 }
 INTERLEAVED = 'pipeline.schedule="interleaved"'
-# On GPUs attention is cuDNN's kernel, but in a pipeline jax cannot cut that yet.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ Memory, beside what TPUs need too:
               and the head's input wait through the backward pass
   products    of weight gradients come last in a block, so their operands wait too; a
               product by cuBLAS has a workspace
-  pipelines   have gradients of one microbatch for all weights, not for the blocks'
-              alone
+  pipelines   have gradients of one microbatch for all weights of a stage at once, and
+              copy gathered weights into another order
 """
 
 import dataclasses
@@ -82,18 +82,30 @@ def _scanned(case: Case, moments: Moments) -> Moments:
 
 
 def _pipeline(case: Case, moments: Moments) -> Moments:
-    whole, words = Weights("compute", itemsize=FLOAT32), "of the stage and outside"
+    if case.config.pipeline.gather == "microbatch":  # not compared with a compiler
+        ends = (_workspace(case),)
+        return {name: (*parts, *ends) for name, parts in moments.items()}
+    size = case.itemsize
+    whole, words = Weights("compute", itemsize=size), "of the stage and outside"
+    outside = [Weights("compute", "outside", size)]
+    if case.costs.head.weight == "embedding":
+        outside.append(Weights("compute", "embedding", size))
+    outside.append(Weights("compute", "embedding", FLOAT32))  # as look-ups sum it
+    gradients = {
+        "head": part(case, "gradients", "outside the blocks", *outside),
+        "backward": part(case, "gradients", "of one microbatch", whole),
+    }
     found = {}
-    for moment in ("head", "backward"):
+    for moment in gradients:
         others = (
             p
             for p in moments[moment]
             if p.name not in ("weights, gathered", "gradients")
         )
         found[moment] = (
-            part(case, "weights, gathered", f"{words}, in float32", whole),
+            part(case, "weights, gathered", words, whole),
             part(case, "weights, transposed", words, *_transposed(case)),
-            part(case, "gradients", "of one microbatch", whole),
+            gradients[moment],
             *others,
             _workspace(case),
         )
@@ -104,21 +116,25 @@ def _transposed(case: Case) -> list[Weights]:
     """Of weights, those that are gathered along another dimension than their first.
 
     A loop over blocks copies them as they are stored. A pipeline gathers all, those of
-    its blocks along with their layers, and copies what was gathered.
+    its blocks along with their layers, and copies what was gathered; of weights that
+    stay cut, only those that are gathered along their last.
     """
     if case.costs.keeps_weights and not case.pipeline:
         return []  # gathered whole before the loop over blocks
     products = {p.weight for p in case.costs.products}
     found = []
     for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
-        is_block = case.is_block(stored.path)
-        later = 1 if case.pipeline or not is_block else 2
+        if not case.pipeline and stored.path not in products:
+            continue
+        later = 1 if case.pipeline or not case.is_block(stored.path) else 2
+        if case.pipeline and any(d.mesh_axes for d in whole.dimensions[1:]):
+            later = len(whole.dimensions) - 1
         dims = zip(stored.dimensions[later:], whole.dimensions[later:], strict=True)
-        if (case.pipeline or stored.path in products) and any(
-            a.mesh_axes != b.mesh_axes for a, b in dims
-        ):
-            tree = "compute" if case.pipeline else "params"
-            found.append(Weights(tree, stored.path, FLOAT32))
+        if any(a.mesh_axes != b.mesh_axes for a, b in dims):
+            tree, size = (
+                ("compute", case.itemsize) if case.pipeline else ("params", FLOAT32)
+            )
+            found.append(Weights(tree, stored.path, size))
     return found
 
 
