@@ -159,9 +159,10 @@ def test_sums_without_gradients_are_those_of_one_device(case):
         np.testing.assert_allclose(sums[name], value, rtol=1e-6, err_msg=name)
 
 
-def test_bfloat16_is_as_good_as_on_one_device():
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_bfloat16_is_as_good_as_on_one_device(gather):
     model = replace(GPT, compute_dtype="bfloat16")
-    case = row(model, "save-named", 0, "1f1b", 6, packed=True)
+    case = row(model, "save-named", 0, "1f1b", 6, packed=True, gather=gather)
     sums, grads = jax.jit(case.pipeline.value_and_grad)(*case.inputs())
     exact_sums, exact = reference(GPT, case.num_rows, case.packed)
     _, rough = reference(model, case.num_rows, case.packed)

@@ -1,8 +1,10 @@
 """What a pipeline moves between devices: activations once, weights and nothing else."""
 
 import collections
+import dataclasses
 
 import jax
+import jax.extend
 import pytest
 from pipelines import GPT, LENGTH, Case, leaves
 from toy_stack import Classifier
@@ -110,6 +112,33 @@ def test_every_byte_that_moves(case):
     moved = {key: found.pop(key, None) for key in expected}
     assert moved == expected
     assert {key: total for key, (_, total) in found.items()} == bytes_of_weights
+
+
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_matrices_travel_in_the_type_of_computing(gather):
+    case = Case(
+        model=dataclasses.replace(GPT, compute_dtype="bfloat16"),
+        mesh="pipe=2,fsdp=2",
+        schedule="1f1b",
+        num_microbatches=4,
+        gather=gather,
+    )
+    traced = jax.make_jaxpr(case.pipeline.value_and_grad)(*case.inputs())
+    found = {
+        (eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
+        for eqn in equations(traced.jaxpr)
+        if eqn.params.get("axis_name") in ("fsdp", ("fsdp",))
+    }
+    # Sums of all microbatches are scattered in float32.
+    scattered = "float32" if gather == "step" else "bfloat16"
+    assert found == {("all_gather", "bfloat16"), ("reduce_scatter", scattered)}
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
 @pytest.mark.parametrize("remat", ["save-dots", "none"])

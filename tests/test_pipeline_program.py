@@ -53,6 +53,14 @@ def test_groups_of_interleaved_microbatches_are_one_nested_loop():
     assert found == [one(FEED, 1), *ends, one(LEAVE, 1)]
 
 
+def test_many_ticks_without_work_outside_are_loops_of_their_own():
+    found = loops(rows(make("interleaved", 4, 8, 8), training=True))
+    begin = [one(FEED, 1), one(FORWARD, 3), one(FORWARD._replace(embed=False), 28)]
+    middle = [one(BOTH, 4), one(BLOCKS_ONLY, 28), one(BOTH, 4)]
+    end = [one(BACKWARD._replace(embed_backward=False), 28), one(BACKWARD, 3)]
+    assert found == [*begin, *middle, *end, one(LEAVE, 1)]
+
+
 def test_evaluation_runs_forwards_alone():
     found = loops(rows(make("1f1b", 4, 8), training=False))
     head, nothing = FORWARD._replace(head=True), FEED._replace(embed=False)

@@ -152,12 +152,14 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
         ),
     )
     # Gathered once a microbatch, weights travel as they are computed with, one layer at
-    # a time, and so do their gradients.
+    # a time, and so do their gradients. Otherwise those outside the blocks, and of one
+    # chunk of several, are cast before they are added.
     itemsize = case.itemsize if late else FLOAT32
     outside = [Weights("compute", "outside", itemsize)]
     if costs.head.weight == "embedding":
         # Of the look-up and of the head, before they are added.
         outside.append(Weights("compute", "embedding", itemsize))
+    itemsize = case.itemsize if late or R == 1 else FLOAT32
     stage = Weights("compute", "blocks", itemsize, 1 / (case.layers if late else R))
     logits = Values(costs.logits, 1 / case.num_stages)
     gradients = Weights("gradients", itemsize=FLOAT32)
@@ -245,7 +247,8 @@ def _logits(case: Case) -> Part:
 
     A ring of the head's gradient is a loop, and what a loop reads must be stored; up to
     UNROLLED devices it is no loop. Where a device has one example only, its products
-    are plain ones and take stored operands, and so do a GPU's.
+    are plain ones and take stored operands, and so do a GPU's. Over several slices the
+    head's gradient comes later, from the logits.
     """
     head = case.costs.head.weight
     stored, whole = (
@@ -257,7 +260,8 @@ def _logits(case: Case) -> Part:
         math.prod(case.sizes[axis] for axis in axes) > UNROLLED
     )
     one_row = case.rows == case.ways(("batch",), (case.rows,))
-    if is_loop or one_row or not case.target.device.torus:
+    waits = case.target.device.torus and case.target.num_slices > 1
+    if not waits and (is_loop or one_row or not case.target.device.torus):
         return part(case, "logits", "and their gradient", Values(case.costs.logits, 2))
     return part(case, "logits", "", Values(case.costs.logits))
 
