@@ -156,7 +156,7 @@ RESIDUALS, RESIDUALS_GPU = 16, 36  # the stream, in norms and sums of a block
 ELEMENTWISE, ELEMENTWISE_GPU = 2, 0.8  # what a block's backward has alive, no scores
 GATHERED_GPU = 2  # weights that were gathered, put into order; TPUs gather in order
 SCORES, SCORES_AGAIN = 5, 2  # scores alive in the backward pass; where done again
-STAGE_GRADIENTS = 8  # a stage's weights in float32, each time its gradient is added
+STAGE_GRADIENTS = 4  # a stage's weights in float32, each time its gradient is added
 
 
 def memory_seconds(case: Case) -> float:
@@ -185,8 +185,10 @@ def memory_seconds(case: Case) -> float:
     head = 3 * times.heads * case.bytes(costs.logits) / case.num_stages
     update = 2 * (state + gradients)
     if case.pipeline is not None:
-        stage = layers * _block_weights(case)
-        update += times.backwards * STAGE_GRADIENTS * stage
+        # Gathered once a microbatch, they are added where they are cut.
+        if case.config.pipeline.gather == "step":
+            stage = layers * _block_weights(case)
+            update += times.backwards * STAGE_GRADIENTS * stage
     elif case.num_microbatches > 1:
         update += 3 * case.num_microbatches * gradients
     moved = layers * times.forwards * block + head + update
