@@ -8,9 +8,10 @@ each mesh axis sends over the links it has; `exposed` of it is what a step waits
 
 How often an array passes through HBM, and what XLA runs beside products, was read off
 compiled programs (compile/program.py models their time; docs/plan.md compares). Rings
-of products and a pipeline's permutes are asynchronous everywhere. Gathers of weights
-are too on v5e and on GPUs, but for the first product of a block, which has nothing to
-hide behind. Sums and scatters are waited for.
+of products and a pipeline's permutes are asynchronous, but on GPUs those between
+several chunks of a stage are waited for. Gathers of weights are asynchronous on v5e and
+on GPUs, but for the first product of a block, which has nothing to hide behind. Sums
+and scatters are waited for, but for a part of the sums on GPUs.
 
 Which links an axis has: the last mesh axis (tensor) takes neighbours first. On a torus
 an axis that takes a whole dimension sends both ways round a ring if that dimension
@@ -111,8 +112,9 @@ def roofline(case: Case, flops: Flops, transfers: tuple[Transfer, ...]) -> Roofl
     for transfer in transfers:
         # Over several axes the slowest one sets the pace.
         axes, sent = ",".join(transfer.axes), transfer.sent(case.sizes)
-        if transfer.kind == "collective-permute":  # half goes each way
-            each = (found[axis].pass_on(transfer.bytes / 2) for axis in transfer.axes)
+        if transfer.kind == "collective-permute":  # around a torus half goes each way
+            size = transfer.bytes / (2 if device.torus else 1)
+            each = (found[axis].pass_on(size) for axis in transfer.axes)
         else:
             each = (found[axis].seconds(sent) for axis in transfer.axes)
         seconds = max(each)
@@ -126,10 +128,12 @@ def roofline(case: Case, flops: Flops, transfers: tuple[Transfer, ...]) -> Roofl
 
 def _beside(case: Case, transfer: Transfer) -> float:
     """The share of a transfer that runs beside products."""
-    if transfer.kind == "collective-permute":
-        return 1.0
-    is_gather = transfer.kind == "all-gather" and transfer.what == "weights"
     device = case.target.device
+    if transfer.kind == "collective-permute":
+        # On GPUs, stages of several chunks wait for each other's results.
+        is_plain = case.pipeline is None or case.pipeline.schedule.num_chunks == 1
+        return 1.0 if device.platform != "gpu" or is_plain else 0.0
+    is_gather = transfer.kind == "all-gather" and transfer.what == "weights"
     if device.platform == "gpu" and transfer.kind == "all-reduce":
         return SUMS_BESIDE if transfer.what == "sums" else 0.0
     carries = not device.torus or device.name == CARRIES_GATHERS
@@ -156,7 +160,8 @@ RESIDUALS, RESIDUALS_GPU = 16, 36  # the stream, in norms and sums of a block
 ELEMENTWISE, ELEMENTWISE_GPU = 2, 0.8  # what a block's backward has alive, no scores
 GATHERED_GPU = 2  # weights that were gathered, put into order; TPUs gather in order
 SCORES, SCORES_AGAIN = 5, 2  # scores alive in the backward pass; where done again
-STAGE_GRADIENTS = 4  # a stage's weights in float32, each time its gradient is added
+# A stage's weights in float32, each time its gradient is added.
+STAGE_GRADIENTS, STAGE_GRADIENTS_GPU = 4, 12
 
 
 def memory_seconds(case: Case) -> float:
@@ -188,7 +193,8 @@ def memory_seconds(case: Case) -> float:
         # Gathered once a microbatch, they are added where they are cut.
         if case.config.pipeline.gather == "step":
             stage = layers * _block_weights(case)
-            update += times.backwards * STAGE_GRADIENTS * stage
+            passes = STAGE_GRADIENTS_GPU if is_gpu else STAGE_GRADIENTS
+            update += times.backwards * passes * stage
     elif case.num_microbatches > 1:
         update += 3 * case.num_microbatches * gradients
     moved = layers * times.forwards * block + head + update
