@@ -239,7 +239,7 @@ def test_explain_against_another_mesh(capsys):
 def test_explain_of_70_billion_without_the_devices():
     result = command("explain", "--config", "llama3_70b", "--mesh", "fsdp=64,tensor=4")
     assert result.returncode == 0, result.stderr
-    assert "70,553,706,496 in 9 arrays" in result.stdout
+    assert "70,553,706,496 in 10 arrays" in result.stdout
     assert re.search(r"bytes +262.8 GiB", result.stdout)
     assert re.search(r"bytes per device +1.0 GiB", result.stdout)
 

@@ -38,7 +38,7 @@ def test_a_folder_elsewhere(tmp_path, capfd):
     assert main([*run(folder, 12, str(place)), "--insist"]) == 0
     assert "Resuming from step 8" in capfd.readouterr().out
     assert main(["ckpt", "verify", str(folder)]) == 0
-    assert "step 12: 30 arrays as saved" in capfd.readouterr().out
+    assert "step 12: 33 arrays as saved" in capfd.readouterr().out
     line = refused(capfd, run(tmp_path / "new", 12, str(place)))
     assert line == (
         f"checkpoint_folder {place} holds checkpoints of another run (newest step "
@@ -59,7 +59,7 @@ def test_a_bucket(bucket, tmp_path, capfd):
     assert committed_steps(URL) == [8, 12]
     assert not [name for name in bucket if name.startswith("runs/first/4/")]
     assert main(["ckpt", "verify", str(folder)]) == 0
-    assert "step 12: 30 arrays as saved" in capfd.readouterr().out
+    assert "step 12: 33 arrays as saved" in capfd.readouterr().out
     assert main(["ckpt", "ls", URL]) == 0
     rows = [line.split()[:2] for line in capfd.readouterr().out.splitlines()[1:]]
     assert rows == [["8", "committed"], ["12", "committed"]]

@@ -45,7 +45,7 @@ def test_the_parameters_are_taken_and_the_rest_is_new(values, tmp_path):
     assert main([*train(tmp_path), *sets_of("eval_batches=0", *layers)]) == 0
     setup = setup_of(*values)
     state, taken = weights.begin(weights.find(str(tmp_path), setup), setup)
-    assert f"weights of {tmp_path}/checkpoints/4: 9 arrays of parameters" in taken
+    assert f"weights of {tmp_path}/checkpoints/4: 10 arrays of parameters" in taken
     saved = dict(Stored.find(tmp_path).arrays())
     found = setup.layout.canonical(state, setup.mesh)
     for path, x in jax.tree_util.tree_leaves_with_path({"params": found.params}):
@@ -69,7 +69,7 @@ def test_a_run_begins_with_them_once(other, tmp_path, capfd):
     flags = sets_of(begin, "seed=5", "schedule.peak=0.02")
     assert main([*train(folder), *flags]) == 0
     output = capfd.readouterr().out
-    assert f"Beginning with the weights of {gone}/checkpoints/4: 9 arrays" in output
+    assert f"Beginning with the weights of {gone}/checkpoints/4: 10 arrays" in output
     first = metrics.read(folder / "metrics.jsonl")[0]["loss"]
     assert first < metrics.read(other / "metrics.jsonl")[0]["loss"] - 0.05
     # With a checkpoint of its own the run does not ask for them again.
