@@ -72,7 +72,7 @@ def test_the_same_losses_and_the_same_start(name, run_of):
     assert run.losses()[-1] < 0.9 * run.losses()[0]
     found, expected = run.state(0), one.state(0)
     params = [path for path in expected if path.startswith("params/")]
-    assert len(params) == 9
+    assert len(params) == 10
     for path in params:
         np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
 
