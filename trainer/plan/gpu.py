@@ -90,10 +90,10 @@ def _pipeline(case: Case, moments: Moments) -> Moments:
     outside = [Weights("compute", "outside", size)]
     if case.costs.head.weight == "embedding":
         outside.append(Weights("compute", "embedding", size))
-    outside.append(Weights("compute", "embedding", FLOAT32))  # as look-ups sum it
+    summed = Weights("compute", "embedding", FLOAT32)  # of look-ups
     gradients = {
-        "head": part(case, "gradients", "outside the blocks", *outside),
-        "backward": part(case, "gradients", "of one microbatch", whole),
+        "head": part(case, "gradients", "outside the blocks", *outside, summed),
+        "backward": part(case, "gradients", "of one microbatch", whole, summed),
     }
     found = {}
     for moment in gradients:
