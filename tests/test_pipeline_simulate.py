@@ -196,3 +196,12 @@ def test_best_microbatches(name, S, R, allowed, goal, best):
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(make("interleaved", 2, 4, 2))
+
+
+def test_a_chunk_of_one_layer_is_gathered_once_in_a_backward():
+    """The compiler sees that its two computations are one."""
+    sizes = Sizes(layers_per_stage=8)
+    found = simulate(
+        make("interleaved", 4, 8, 8), remat="full", gather="microbatch", sizes=sizes
+    )
+    assert found.weight_gathers == 2 * 67 / 8

@@ -39,7 +39,8 @@ SIZES = {
         # Its arrays are too large for the chip's fast memory, which the plan does not
         # know of: 0.84 of the compiler's peak.
         pytest.param(
-            *("fsdp=4,tensor=4", "full", None, 64), marks=pytest.mark.xfail(strict=True)
+            *("fsdp=4,tensor=4", "full", None, 64),
+            marks=pytest.mark.xfail(raises=AssertionError, strict=True),
         ),
         ("pipe=4,fsdp=4", "full", 4, 64),
     ],

@@ -79,6 +79,9 @@ class Pipeline:
             for role in ("param", "optimizer", "compute")
         )
         check_compute(compute, batch_cut)
+        late, dtype = self.gather == "microbatch", self.stack.dtype
+        if late and Sharder(self.mesh).platform == "cpu":
+            dtype = None  # XLA for CPUs aborts on scatters in bfloat16
         plans = {
             key: plan_weights(
                 {key: stored[key]},
@@ -86,8 +89,8 @@ class Pipeline:
                 manual=manual,
                 batch_axes=batch_cut,
                 summed=batch_cut if key == self.stack.blocks else manual,
-                late=self.gather == "microbatch",
-                dtype=self.stack.dtype,
+                late=late,
+                dtype=dtype,
                 num_stacked=int(key == self.stack.blocks),
             )[key]
             for key in stored

@@ -18,7 +18,7 @@ import dataclasses
 from .arrays import Values, Weights, of_each
 from .case import Case
 from .cutting import FLOAT32
-from .memory import Part, part
+from .memory import Part, outside_gradients, part
 
 Moments = dict[str, tuple[Part, ...]]
 
@@ -87,9 +87,7 @@ def _pipeline(case: Case, moments: Moments) -> Moments:
         return {name: (*parts, *ends) for name, parts in moments.items()}
     size = case.itemsize
     whole, words = Weights("compute", itemsize=size), "of the stage and outside"
-    outside = [Weights("compute", "outside", size)]
-    if case.costs.head.weight == "embedding":
-        outside.append(Weights("compute", "embedding", size))
+    outside = outside_gradients(case, size)
     summed = Weights("compute", "embedding", FLOAT32)  # of look-ups
     gradients = {
         "head": part(case, "gradients", "outside the blocks", *outside, summed),

@@ -154,11 +154,7 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
     # Gathered once a microbatch, weights travel as they are computed with, one layer at
     # a time, and so do their gradients. Otherwise those outside the blocks, and of one
     # chunk of several, are cast before they are added.
-    itemsize = case.itemsize if late else FLOAT32
-    outside = [Weights("compute", "outside", itemsize)]
-    if costs.head.weight == "embedding":
-        # Of the look-up and of the head, before they are added.
-        outside.append(Weights("compute", "embedding", itemsize))
+    outside = outside_gradients(case, case.itemsize if late else FLOAT32)
     itemsize = case.itemsize if late or R == 1 else FLOAT32
     stage = Weights("compute", "blocks", itemsize, 1 / (case.layers if late else R))
     logits = Values(costs.logits, 1 / case.num_stages)
@@ -179,6 +175,15 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
         ),
         "update": (part(case, "gradients", "of all", gradients),),
     }
+
+
+def outside_gradients(case: Case, itemsize: int) -> list[Weights]:
+    """Of weights outside the blocks, for one microbatch."""
+    found = [Weights("compute", "outside", itemsize)]
+    if case.costs.head.weight == "embedding":
+        # Of the look-up and of the head, before they are added.
+        found.append(Weights("compute", "embedding", itemsize))
+    return found
 
 
 def _stage_weights(case: Case, which: str) -> Part:
@@ -260,10 +265,14 @@ def _logits(case: Case) -> Part:
         math.prod(case.sizes[axis] for axis in axes) > UNROLLED
     )
     one_row = case.rows == case.ways(("batch",), (case.rows,))
-    waits = case.target.device.torus and case.target.num_slices > 1
-    if not waits and (is_loop or one_row or not case.target.device.torus):
+    if not _head_waits(case) and (is_loop or one_row or not case.target.device.torus):
         return part(case, "logits", "and their gradient", Values(case.costs.logits, 2))
     return part(case, "logits", "", Values(case.costs.logits))
+
+
+def _head_waits(case: Case) -> bool:
+    """Whether the head's gradient comes after those of all blocks."""
+    return bool(case.target.device.torus) and case.target.num_slices > 1
 
 
 def _gradients(case: Case) -> tuple[Part, ...]:
@@ -272,7 +281,7 @@ def _gradients(case: Case) -> tuple[Part, ...]:
     Over several slices the head's comes after those of all blocks: logits wait for it.
     """
     blocks = Weights("gradients", "blocks", FLOAT32)
-    if not case.target.device.torus or case.target.num_slices == 1:
+    if not _head_waits(case):
         head = Weights("gradients", case.costs.head.weight, FLOAT32)
         return (part(case, "gradients", "of blocks and head", blocks, head),)
     logits = Values(case.costs.logits)

@@ -155,13 +155,27 @@ CARRIES_GATHERS = "v5e"
 # Of sums of activations XLA for GPUs runs one of a block beside products: 21 to 26 % of
 # their time in five programs.
 SUMS_BESIDE = 0.22
-# How often arrays pass through HBM, read off compiled programs; for GPUs off nine.
-RESIDUALS, RESIDUALS_GPU = 16, 36  # the stream, in norms and sums of a block
-ELEMENTWISE, ELEMENTWISE_GPU = 2, 0.8  # what a block's backward has alive, no scores
-GATHERED_GPU = 2  # weights that were gathered, put into order; TPUs gather in order
-SCORES, SCORES_AGAIN = 5, 2  # scores alive in the backward pass; where done again
-# A stage's weights in float32, each time its gradient is added.
-STAGE_GRADIENTS, STAGE_GRADIENTS_GPU = 4, 12
+SCORES, SCORES_AGAIN = 5, 2  # passes of scores in the backward pass; where done again
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How often arrays pass through HBM, read off compiled programs.
+
+    Attributes:
+      residuals: the stream, in norms and sums of a block, forward and backward.
+      elementwise: what a block's backward pass has alive beside scores.
+      gathered: weights that were gathered, to be put into order.
+      stage_gradients: a stage's weights in float32, each time its gradient is added.
+    """
+
+    residuals: float = 16
+    elementwise: float = 2
+    gathered: float = 0
+    stage_gradients: float = 4
+
+
+ON_TPU, ON_GPU = Passes(), Passes(36, 0.8, 2, 12)
 
 
 def memory_seconds(case: Case) -> float:
@@ -177,15 +191,13 @@ def memory_seconds(case: Case) -> float:
     )
     working = [a for a in (*costs.attention, *costs.mlp) if not _is_scores(a)]
     kept = [array for array in costs.kept if not _is_scores(array)]
-    is_gpu = device.platform == "gpu"
-    residuals = RESIDUALS_GPU if is_gpu else RESIDUALS
-    elementwise = ELEMENTWISE_GPU if is_gpu else ELEMENTWISE
-    block = residuals * case.bytes(costs.residual)
-    block += elementwise * sum(map(case.bytes, working))
+    passes = ON_GPU if device.platform == "gpu" else ON_TPU
+    block = passes.residuals * case.bytes(costs.residual)
+    block += passes.elementwise * sum(map(case.bytes, working))
     block += 2 * sum(map(case.bytes, kept))
-    if is_gpu and case.pipeline is None:
+    if case.pipeline is None:
         weights = _block_weights(case) * case.itemsize / FLOAT32
-        block += GATHERED_GPU * weights * (1 if costs.keeps_weights else 2)
+        block += passes.gathered * weights * (1 if costs.keeps_weights else 2)
     attention = layers * times.forwards * _unfused(case)
     head = 3 * times.heads * case.bytes(costs.logits) / case.num_stages
     update = 2 * (state + gradients)
@@ -193,8 +205,7 @@ def memory_seconds(case: Case) -> float:
         # Gathered once a microbatch, they are added where they are cut.
         if case.config.pipeline.gather == "step":
             stage = layers * _block_weights(case)
-            passes = STAGE_GRADIENTS_GPU if is_gpu else STAGE_GRADIENTS
-            update += times.backwards * passes * stage
+            update += times.backwards * passes.stage_gradients * stage
     elif case.num_microbatches > 1:
         update += 3 * case.num_microbatches * gradients
     moved = layers * times.forwards * block + head + update
