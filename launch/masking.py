@@ -1,8 +1,8 @@
 """Keeps keys and passwords out of what is written: logs, run folders, manifests.
 
-A secret is known by the name it stands under (WANDB_API_KEY, --set service.token=...)
-or by its place in an address (https://user:password@host). What stands under another
-name is not known as one: secrets belong into environment variables with such names.
+A value is masked if it may be a secret: by its name (WANDB_API_KEY, --set x.token=...),
+by its form (hf_..., an address https://user:password@host). Only what certainly is one
+is refused: `eos_token` and `text_key` are settings like any other.
 """
 
 import re
@@ -14,19 +14,53 @@ MASK = "***"
 _ENDINGS = ("key", "keys", "token", "secret", "secrets", "password", "passwd")
 _WORDS = {"passphrase", "credential", "credentials", "signature", "sig", "auth"}
 
+# Names that stand for nothing else, and what keys look like whatever their name is.
+_CERTAIN_NAME = re.compile(
+    r"passw(or)?d|passphrase|secret|credential"
+    r"|(api|access|private|auth|bearer|hf|github|wandb)[_-]?(key|token)",
+    re.IGNORECASE,
+)
+_KEY = re.compile(
+    r"\b(?:sk-|hf_|gh[opsu]_|glpat-|xox[abps]-|AKIA|AIza|eyJ)[\w\-]{16,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+_RANDOM = re.compile(r"(?=(?:\D*\d){4})(?=.*[A-Za-z])[A-Za-z0-9]{20,}")
+
 _PASSWORD = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 _PAIR = re.compile(r"([A-Za-z_][\w.\-]*)=([^\s&'\"]+)")
 
 
 def looks_secret(name: str) -> bool:
-    """Whether what stands under this name is a secret, going by the name."""
+    """Whether a value of this name may be a secret, and is masked."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return any(word.endswith(_ENDINGS) or word in _WORDS for word in words)
 
 
-def holds_password(text: str) -> bool:
-    """Whether the text has an address with a password, such as https://me:pw@host."""
-    return _PASSWORD.search(text) is not None
+def is_secret(name: str, value: str) -> bool:
+    """Whether a value is certainly a secret, by its name, its form, or both."""
+    if not value:
+        return False
+    if holds_secret(value) or _CERTAIN_NAME.search(name):
+        return True
+    return looks_secret(name) and _RANDOM.fullmatch(value.strip("'\"")) is not None
+
+
+def holds_secret(text: str) -> bool:
+    """Whether the text has a key of a known form, or an address with a password."""
+    return bool(_PASSWORD.search(text) or _KEY.search(text))
+
+
+def secret_argument(command: Sequence[str]) -> str | None:
+    """Returns the first argument that certainly has a secret, masked; None if none."""
+    before = ""
+    for word, shown in zip(command, masked_command(command), strict=True):
+        if word != shown:
+            at = _secret_value(word)
+            name, value = (word[:at], word[at:]) if at else (before, word)
+            if is_secret(name, value):
+                return shown
+        before = word
+    return None
 
 
 def masked(values: Mapping[str, str]) -> dict[str, str]:
@@ -38,12 +72,12 @@ def masked(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def masked_text(text: str) -> str:
-    """Text without the passwords of addresses and the values of secret NAME=VALUE."""
+    """Text without keys, passwords of addresses and values of secret NAME=VALUE."""
 
     def mask(pair: re.Match) -> str:
         return f"{pair[1]}={MASK}" if looks_secret(pair[1]) else pair[0]
 
-    return _PAIR.sub(mask, _PASSWORD.sub(MASK, text))
+    return _PAIR.sub(mask, _KEY.sub(MASK, _PASSWORD.sub(MASK, text)))
 
 
 def masked_command(command: Sequence[str]) -> list[str]:
@@ -62,9 +96,14 @@ def masked_command(command: Sequence[str]) -> list[str]:
 
 
 def _masked_word(word: str) -> str:
-    """In one argument the value goes on to its end, blanks and all."""
+    at = _secret_value(word)
+    return f"{word[:at]}{MASK}" if at else masked_text(word)
+
+
+def _secret_value(word: str) -> int | None:
+    """Where the value of a secret name begins; it extends to the end of the word."""
     for equals in re.finditer("=", word):
         name = re.split(r"[=?&\s]", word[: equals.start()])[-1]
         if looks_secret(name):
-            return f"{word[: equals.end()]}{MASK}"
-    return masked_text(word)
+            return equals.end()
+    return None

@@ -228,5 +228,11 @@ def test_a_secret_in_the_command_is_refused(capfd):
     assert "service.api_key=***" in found and "s3cret" not in found
 
 
+def test_a_command_may_name_tokens_and_keys(capfd):
+    text = ["train", "--set", "data.text_key='body'", "--set", "data.eos_token='</s>'"]
+    assert main([*ARGV, "--hosts", "2", *KEPT, "--", *text]) == 0
+    assert "data.text_key='body'" in capfd.readouterr().out
+
+
 def test_a_job_needs_an_image_and_a_command(capfd):
     assert "--image and a COMMAND" in refused(capfd, [*ARGV, "--hosts", "2"])

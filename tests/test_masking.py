@@ -5,7 +5,14 @@ import json
 import pytest
 from tiny_runs import TINY, command, refused, train
 
-from meshloom.launch.masking import looks_secret, masked, masked_command, masked_text
+from meshloom.launch.masking import (
+    is_secret,
+    looks_secret,
+    masked,
+    masked_command,
+    masked_text,
+    secret_argument,
+)
 from meshloom.trainer import run_folder
 from meshloom.trainer.cli import main
 from meshloom.trainer.config import files as config_files
@@ -32,6 +39,69 @@ def test_names_of_secrets(name):
 )
 def test_names_that_hide_nothing(name):
     assert not looks_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("api_key", "x"),
+        ("password", "x"),
+        ("wandb_api_key", "x"),
+        ("client_secret", "x"),
+        ("token", "0123456789abcdef0123456789abcdef01234567"),
+        ("model_id", "hf_abcdefghijklmnopqrstuvwxyz"),
+        ("folder", "gs://me:pw@bucket"),
+    ],
+)
+def test_what_is_certainly_a_secret(name, value):
+    assert is_secret(name, value)
+    assert secret_argument(["--set", f"data.{name}='{value}'"]) is not None
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("text_key", "article_body_2024"),
+        ("eos_token", "<|reserved_special_token_2|>"),
+        ("pad_token", "<pad>"),
+        ("key", "tokens"),
+        ("token", "[MASK]"),
+        ("key", "a_rather_long_name_of_a_column_1_of_3"),
+        ("api_key", ""),
+    ],
+)
+def test_settings_that_are_only_called_like_secrets(name, value):
+    assert not is_secret(name, value)
+    assert secret_argument(["--set", f"data.{name}={value}"]) is None
+
+
+def test_a_key_is_masked_whatever_its_name():
+    found = masked_text("model hf_abcdefghijklmnopqrstuvwxyz of the hub")
+    assert found == "model *** of the hub"
+
+
+def test_a_config_may_name_tokens_and_keys(tmp_path, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "keyed_rows.py").write_text(
+        "import dataclasses\n"
+        "from meshloom.trainer.data import Synthetic\n\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+        "class Rows(Synthetic):\n"
+        "  vocab_size: int = 64\n"
+        "  length: int = 16\n"
+        "  text_key: str = 'text'\n"
+        "  eos_token: str = '<eos>'\n"
+    )
+    config = tmp_path / "rows.gin"
+    config.write_text(
+        f"include '{TINY}'\nimport keyed_rows\n"
+        "train.Config.data = @keyed_rows.Rows()\nkeyed_rows.Rows.text_key = 'body'\n"
+    )
+    argv = ["--config", str(config), "--set", "data.eos_token='</s>'"]
+    assert main(["config", "show", *argv]) == 0
+    shown = capfd.readouterr().out
+    assert "'body'" in shown and "'</s>'" in shown
+    assert "--set data.eos_token=***" in shown  # where it came from, as in a log
 
 
 def test_no_setting_of_ours_is_taken_for_a_secret():

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar, or plain lines in a log."""
+"""What the user sees during a run: a live bar, or plain lines in a log."""
 
 import collections
 import time
@@ -11,8 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from .peaks import Peak
-
-UNKNOWN = "–"
 
 
 class Rate:
@@ -135,26 +133,24 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def figures(self) -> list[str]:
-        """Returns the figures of the current step, each with its unit."""
-        loss = self._metrics.get("loss")
-        parts = [f"loss {UNKNOWN if loss is None else format(loss, '.4f')}"]
-        rate = self.rate.steps_per_s
-        if self._tokens_per_step is not None:
-            speed = human(rate * self._tokens_per_step) if rate else UNKNOWN
-            parts.append(f"{speed} tokens/s")
+        """Returns the figures of the current step that are known, with their units."""
+        parts, rate = [], self.rate.steps_per_s
+        if (loss := self._metrics.get("loss")) is not None:
+            parts.append(f"loss {loss:.4f}")
+        if self._tokens_per_step is not None and rate:
+            parts.append(f"{human(rate * self._tokens_per_step)} tokens/s")
         if self._bubble is not None:
             parts.append(f"bubble {100 * self._bubble:.0f} % (simulated)")
-        if self._flops_per_step is not None and self._peak is not None:
-            share = UNKNOWN
-            if rate:
-                share = f"{100 * rate * self._flops_per_step / self._peak.flops:.0f} %"
-            parts.append(f"{share} of the {self._peak.label}")
+        if self._flops_per_step is not None and self._peak is not None and rate:
+            share = rate * self._flops_per_step / self._peak.flops
+            parts.append(f"{100 * share:.0f} % of the {self._peak.label}")
         return parts
 
     def time_left(self) -> str:
+        """Returns the time to the last step, empty before a rate is known."""
         rate = self.rate.steps_per_s
         if not rate:
-            return f"{UNKNOWN} left"
+            return ""
         return f"{duration((self._total_steps - self._step) / rate)} left"
 
     def _is_line_due(self) -> bool:
@@ -168,7 +164,7 @@ class Progress:
         parts = [f"step {self._step}/{self._total_steps}", *self.figures()]
         if self._step < self._total_steps:
             parts.append(self.time_left())
-        self.message("  ".join(parts))
+        self.message("  ".join(filter(None, parts)))
 
     def _render(self) -> Group:
         line = Table.grid(padding=(0, 2), expand=True)

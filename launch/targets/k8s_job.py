@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 
-from ..masking import holds_password, looks_secret, masked_command
+from ..masking import holds_secret, looks_secret, secret_argument
 
 FORMS = ("jobset", "trainjob")
 # Of a host's name in DNS; Kubernetes adds "-" and five letters to the name of a pod.
@@ -133,20 +133,18 @@ class Job:
     def _check_secrets(self) -> None:
         """The manifest is printed, stored and read by many."""
         for name, value in self.env.items():
-            if value and (looks_secret(name) or holds_password(value)):
+            if value and (looks_secret(name) or holds_secret(value)):
                 raise ValueError(
                     f"--env {name} looks like a secret, and would stand in the "
                     "manifest for all to read. Put it into a Secret of the cluster and "
                     f"name it: --secret-env {name}=SECRET:KEY"
                 )
-        shown = masked_command(self.command)
-        for word, mask in zip(self.command, shown, strict=True):
-            if word != mask:
-                raise ValueError(
-                    f"the command has {mask!r}, which looks like a secret and would "
-                    "stand in the manifest for all to read. Let the run read it from "
-                    "a variable: --secret-env NAME=SECRET:KEY"
-                )
+        if shown := secret_argument(self.command):
+            raise ValueError(
+                f"the command has {shown!r}, which looks like a secret and would "
+                "stand in the manifest for all to read. Let the run read it from a "
+                "variable: --secret-env NAME=SECRET:KEY"
+            )
 
     def _check_trainjob(self) -> None:
         if self.slices > 1:

@@ -118,7 +118,7 @@ class Reader:
     def set(self, text: str) -> None:
         """Takes NAME=VALUE; NAME is a macro, a class parameter, or a path."""
         name, equals, written = (part.strip() for part in text.partition("="))
-        origin = f"--set {text}"
+        origin = config_secrets.shown_flag(text)
         if not equals or not re.fullmatch(r"(\w+/)*\w+(\.\w+)*", name):
             raise ConfigError(f"{origin}: expected NAME=VALUE, such as num_steps=100")
         value = config_modules.find_all(
