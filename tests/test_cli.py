@@ -167,7 +167,9 @@ def test_without_arguments_the_default_is_trained(tmp_path):
     assert lines[1].startswith("4 cpu device(s) in 1 process(es), mesh data=4")
     assert "source Text, path stdlib" in result.stdout
     assert lines[-2].startswith("Forecast: ") and "cpu:1x4" in lines[-2]
-    assert lines[-1] == "Dry run: everything checked, nothing written or trained."
+    assert lines[-1] == (
+        "Dry run: config, data and run folder checked; nothing written or trained."
+    )
     assert list(tmp_path.iterdir()) == []
 
 

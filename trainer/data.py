@@ -108,16 +108,21 @@ def _ways(sharding: NamedSharding) -> list[int]:
     return ways or [1]
 
 
+def check_type(name: str, dtype: np.dtype) -> None:
+    """Raises where jax would change the numbers of an array."""
+    kept = jax.dtypes.canonicalize_dtype(dtype)
+    if kept != dtype:
+        raise ValueError(
+            f"batch array '{name}' is {dtype}, which jax would turn into {kept}. Let "
+            f"the dataset give {kept}, for instance by .astype(np.{kept})."
+        )
+
+
 def _check_cut(
     name: str, dtype: np.dtype, shape: tuple[int, ...], sharding: NamedSharding
 ) -> None:
     """Raises where jax would change the numbers or could not cut the array."""
-    kept = jax.dtypes.canonicalize_dtype(dtype)
-    if kept != dtype:
-        raise ValueError(
-            f"batch array '{name}' is {dtype}, which jax would turn into {kept}. "
-            f"Let the dataset give {kept}."
-        )
+    check_type(name, dtype)
     ways = _ways(sharding)
     if len(ways) > len(shape):
         raise ValueError(

@@ -18,7 +18,7 @@ from ..sharding.text import human_bytes
 from . import compiler_options, sampling
 from . import step as step_lib
 from .config import tree as config_tree
-from .data import SAMPLE_IDS, Dataset
+from .data import SAMPLE_IDS, Dataset, check_type
 from .pipelining import Pipelining, Plan, plan_pipeline
 from .run_folder import environment
 from .state import Layout, State, plan_layout
@@ -157,6 +157,8 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
     train_data = config.data.open("train")
     eval_data = _held_out(config) if config.eval_batches else None
     batch = _abstract_batch(config, train_data, rules, mesh, num_microbatches)
+    if eval_data is not None:
+        _check_alike(train_data, eval_data, "eval")
     shardings = layout.shardings(mesh)
     batch_shardings = {name: x.sharding for name, x in batch.items()}
     whole = NamedSharding(mesh, P())
@@ -240,6 +242,7 @@ def _abstract_batch(
                 f"the data gives an array {name!r}, which the model does not take; it "
                 f"takes {', '.join(axes)}"
             )
+        check_type(name, x.dtype)
         shape = (config.batch_size, *x.shape)
         dimensions = resolve_dimensions(
             axes[name],
@@ -266,6 +269,22 @@ def _abstract_batch(
         (config.batch_size,), jnp.uint32, sharding=NamedSharding(mesh, P(*rows))
     )
     return batch
+
+
+def _check_alike(train: Dataset, other: Dataset, split: str) -> None:
+    """Raises where a split has other arrays than the one that is trained on."""
+    forms = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in data[0].items()}
+        for data in (train, other)
+    )
+    expected, found = forms
+    for name in expected | found:
+        old, new = (form.get(name, "nothing") for form in (expected, found))
+        if old != new:
+            raise ValueError(
+                f"the data gives {name!r} as {new} in split {split!r} and {old} in "
+                "split 'train'. Let all splits give the same arrays."
+            )
 
 
 def _words(facts: Mapping[str, object]) -> str:

@@ -211,7 +211,7 @@ def _dry_run(config, workdir: Path, insist: bool) -> None:
     for line in setup.describe():
         print(line)
     print(forecast.foretell(setup, 0).line())
-    print("Dry run: everything checked, nothing written or trained.")
+    print("Dry run: config, data and run folder checked; nothing written or trained.")
 
 
 def _use_cpu(num_devices: int) -> None:
