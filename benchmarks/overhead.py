@@ -43,11 +43,12 @@ def ours(
 ):
     """Trains as a run does; hooks are made with its progress and failed steps."""
     config = prepared.config
-    tokens = prepared.train_data.tokens_per_example * config.batch_size
+    unit, count = data.throughput_unit(prepared.train_data)
+    units = (unit, count * config.batch_size)
     # A terminal that goes nowhere, so that the live bar is drawn for real.
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     flops = config.model.model_flops(prepared.batch)
-    progress = Progress(start + num_steps, start, tokens, flops, None, console)
+    progress = Progress(start + num_steps, start, units, flops, None, console)
     bad = BadSteps(config.rewind_after, progress.message)
     writers = [metrics.FileWriter(out)]
     batches = data.device_batches(
@@ -65,7 +66,7 @@ def ours(
             batches,
             start=start,
             num_steps=start + num_steps,
-            record=Recorder(progress, writers, tokens, bad, Ledger(out)),
+            record=Recorder(progress, writers, *units, bad, Ledger(out)),
             record_every=config.log_every,
             hooks=make_hooks(progress, bad),
         )
@@ -104,7 +105,8 @@ def main() -> None:
             seconds["bare"].append(middle - begin)
             seconds["ours"].append(time.perf_counter() - middle)
     pairs = zip(seconds["bare"], seconds["ours"], strict=True)
-    tokens = prepared.train_data.tokens_per_example * config.batch_size * args.steps
+    _, each = data.throughput_unit(prepared.train_data)
+    tokens = each * config.batch_size * args.steps
     result = {
         "config": args.config,
         "devices": jax.device_count(),

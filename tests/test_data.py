@@ -15,7 +15,8 @@ from meshloom.trainer import data
 class Numbers:
     """Example i holds i in every place; remembers which examples were read."""
 
-    tokens_per_example = 8
+    unit = "tokens"
+    units_per_example = 8
 
     def __init__(self, num_examples=50, dtype=np.int32, fail_at=None):
         self.num_examples = num_examples

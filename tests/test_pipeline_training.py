@@ -116,7 +116,7 @@ def test_evaluation_goes_through_the_stages():
         arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         arrays[data.SAMPLE_IDS] = np.arange(len(rows), dtype=np.uint32)
         batch = jax.device_put(arrays, prepared.batch_shardings)
-        found[mesh] = jax.device_get(prepared.eval_fn(state.params, batch))
+        found[mesh] = jax.device_get(prepared.eval_fn(state, batch))
     one, staged = found.values()
     assert one.keys() == staged.keys()
     for name in one:

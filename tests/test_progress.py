@@ -26,7 +26,9 @@ def clock():
 
 def progress_on(text, clock, *, terminal=False, peak: Peak | None = PEAK, **options):
     console = Console(file=text, force_terminal=terminal, width=100)
-    return Progress(1000, 0, 512, 1e7, peak, console, clock=clock, **options)
+    return Progress(
+        1000, 0, ("tokens", 512), 1e7, peak, console, clock=clock, **options
+    )
 
 
 def test_rate_leaves_the_first_interval_out(clock):

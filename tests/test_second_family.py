@@ -80,12 +80,9 @@ class Digits:
     def open(self, split):
         return DigitsSplit(split)
 
-    def tokenizer(self):
-        return None
-
 
 class DigitsSplit:
-    tokens_per_example = 1
+    unit = "images"
 
     def __init__(self, split):
         images, labels = load_digits(return_X_y=True)
@@ -162,7 +159,14 @@ def test_leaves_a_whole_run_folder(finished):
     assert [row["step"] for row in eval_rows] == [75, 150]
     assert eval_rows[-1]["likelihood"] == pytest.approx(np.exp(-eval_rows[-1]["loss"]))
     assert latest_step(workdir / "checkpoints") == 150
-    assert "</html>" in (workdir / "report.html").read_text()
+    assert any("images_per_s" in row for row in train_rows)
+    report = (workdir / "report.html").read_text()
+    assert "Images per second" in report and "images/s" in report
+    shown = (workdir.parent / "screen.txt").read_text()
+    assert "images/s" in shown
+    for text in (shown, json.dumps(train_rows), report.lower()):
+        assert "tokens/s" not in text and "tokens per" not in text
+        assert "tokens_per" not in text
     assert not (workdir / "sample.txt").exists()
 
 
@@ -230,6 +234,19 @@ def test_data_the_model_does_not_know_is_an_error():
 
     config = dataclasses.replace(CONFIG, data=OddDigits())
     with pytest.raises(ValueError, match="'weight'.*takes image, label"):
+        prepare(config)
+
+
+def test_a_unit_must_name_a_figure():
+    class Odd(DigitsSplit):
+        unit = "frames per clip"
+
+    class OddDigits(Digits):
+        def open(self, split):
+            return Odd(split)
+
+    config = dataclasses.replace(CONFIG, data=OddDigits())
+    with pytest.raises(ValueError, match="dataset Odd: unit is 'frames per clip'"):
         prepare(config)
 
 

@@ -158,7 +158,7 @@ def test_bfloat16_parameters_accumulate_in_float32():
 
 def test_evaluation_gives_sums():
     batch = batch_of()
-    sums = eval_step(new_state().params, batch, model=Line(), shard=Sharder())
+    sums = eval_step(new_state(), batch, model=Line(), shard=Sharder())
     error = np.asarray(batch["x"] - batch["y"])
     np.testing.assert_allclose(sums["weight"], batch["weights"].sum(), rtol=1e-6)
     np.testing.assert_allclose(

@@ -24,6 +24,7 @@ from .sources import Dataset as Dataset
 from .sources import Source as Source
 from .sources import Synthetic as Synthetic
 from .sources import Text as Text
+from .sources import throughput_unit as throughput_unit
 
 Shardings = NamedSharding | Mapping[str, NamedSharding]
 

@@ -25,12 +25,14 @@ class Recorder:
 
     Attributes:
       batches_ahead: of the data, see resume.Position.
+      units_per_step: how many of the data's `unit` a step takes.
       bubble: simulated share of a pipeline's step; None without one.
     """
 
     progress: Progress
     writers: Sequence[Writer]
-    tokens_per_step: float
+    unit: str
+    units_per_step: float
     bad: BadSteps
     ledger: Ledger
     batches_ahead: int = 0
@@ -43,7 +45,7 @@ class Recorder:
         self.progress.update(int(rows[-1]["step"]), rows[-1])
         rate = self.progress.rate.steps_per_s
         if rate is not None:
-            rows[-1]["tokens_per_s"] = rate * self.tokens_per_step
+            rows[-1][f"{self.unit}_per_s"] = rate * self.units_per_step
             rows[-1]["step_s"] = 1 / rate
             if self.bubble is not None:
                 rows[-1]["bubble"] = self.bubble
@@ -81,7 +83,7 @@ class Evaluate:
             stop=self.num_batches,
         ) as batches:
             for batch in batches:
-                sums = self.eval_fn(state.params, batch)
+                sums = self.eval_fn(state, batch)
                 total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         assert total is not None
         sums = {name: float(value) for name, value in jax.device_get(total).items()}

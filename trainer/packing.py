@@ -29,6 +29,8 @@ class PackedDataset:
         about: facts that `describe` passes on.
     """
 
+    unit = "tokens"
+
     def __init__(
         self,
         lengths: np.ndarray,
@@ -50,7 +52,7 @@ class PackedDataset:
         self._num_bytes = num_bytes
         self._separate_documents = separate_documents
         self._about = about
-        self.tokens_per_example = length
+        self.units_per_example = length
         self.num_tokens = int(self._offsets[-1])
         if self.num_tokens < length + 1:
             raise ValueError(

@@ -65,6 +65,8 @@ class Progress:
 
     Args:
       start: the step the run starts or resumes from.
+      units: what throughput is counted in, and how many of them a step takes; None
+        leaves it out.
       peak: of all devices together; None leaves the share of the peak out.
       bubble: simulated share of a pipeline's step; None without one.
       enabled: False on all processes but one, which then show nothing.
@@ -76,7 +78,7 @@ class Progress:
         self,
         total_steps: int,
         start: int,
-        tokens_per_step: float | None,
+        units: tuple[str, float] | None,
         model_flops_per_step: float | None,
         peak: Peak | None,
         console: Console | None = None,
@@ -90,7 +92,7 @@ class Progress:
         self.rate = Rate(clock=clock)
         self._total_steps = total_steps
         self._step = start
-        self._tokens_per_step = tokens_per_step
+        self._units = units
         self._flops_per_step = model_flops_per_step
         self._peak = peak
         self._bubble = bubble
@@ -137,8 +139,9 @@ class Progress:
         parts, rate = [], self.rate.steps_per_s
         if (loss := self._metrics.get("loss")) is not None:
             parts.append(f"loss {loss:.4f}")
-        if self._tokens_per_step is not None and rate:
-            parts.append(f"{human(rate * self._tokens_per_step)} tokens/s")
+        if self._units is not None and rate:
+            unit, count = self._units
+            parts.append(f"{human(rate * count)} {unit}/s")
         if self._bubble is not None:
             parts.append(f"bubble {100 * self._bubble:.0f} % (simulated)")
         if self._flops_per_step is not None and self._peak is not None and rate:

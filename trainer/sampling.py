@@ -43,7 +43,13 @@ def sample(
     result = jax.jit(generate, out_shardings=whole)(
         params, tokens, key=jax.random.key(seed)
     )
-    return config.data.tokenizer().decode(jax.device_get(result)[0])  # type: ignore
+    return _tokenizer(config).decode(jax.device_get(result)[0])
+
+
+def _tokenizer(config: "Config") -> Any:
+    """What turns text into tokens and back; None where the data is not text."""
+    make = getattr(config.data, "tokenizer", None)
+    return None if make is None else make()
 
 
 def check(config: "Config", prompt: str, num_tokens: int) -> None:
@@ -56,11 +62,12 @@ def check(config: "Config", prompt: str, num_tokens: int) -> None:
 
 def _ready(config: "Config", prompt: str, num_tokens: int, shard: Sharder) -> Any:
     """(the model's generate for so many tokens, the prompt's tokens [1, P])."""
-    model, tokenizer = config.model, config.data.tokenizer()
+    model, tokenizer = config.model, _tokenizer(config)
     if tokenizer is None or not hasattr(model, "generate"):
         raise ValueError(
             f"{label(type(model))} with data {type(config.data).__name__} cannot "
-            "write text: the model needs a `generate` method and the data a tokenizer. "
+            "write text: the model needs a method `generate` and the data a method "
+            "`tokenizer`. "
             "Train on text, or leave sample_prompt unset."
         )
     ids = tokenizer.encode(prompt)

@@ -12,7 +12,7 @@ from . import distributed, loop, metrics, weights
 from .bad_steps import BadSteps, Rewind, give_up
 from .checkpoint import Checkpoints, committed_steps
 from .config import tree as config_tree
-from .data import Order, device_batches
+from .data import Order, device_batches, throughput_unit
 from .hooks import Evaluate, Recorder, Save
 from .ledger import Ledger
 from .peaks import total_peak
@@ -130,7 +130,7 @@ class Session:
         record = Recorder(
             progress,
             writers,
-            self._tokens_per_step,
+            *self._units,
             bad,
             self.ledger,
             position.batches_ahead,
@@ -171,8 +171,10 @@ class Session:
                 writer.close()
 
     @property
-    def _tokens_per_step(self) -> int:
-        return self.setup.train_data.tokens_per_example * self.setup.config.batch_size
+    def _units(self) -> tuple[str, int]:
+        """What throughput is counted in, and how many of them a step takes."""
+        unit, count = throughput_unit(self.setup.train_data)
+        return unit, count * self.setup.config.batch_size
 
     @property
     def _bubble(self) -> float | None:
@@ -184,7 +186,7 @@ class Session:
         return Progress(
             config.num_steps,
             start,
-            self._tokens_per_step,
+            self._units,
             config.model.model_flops(setup.batch),
             total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
             self.console,

@@ -18,7 +18,7 @@ from ..sharding.text import human_bytes
 from . import compiler_options, sampling
 from . import step as step_lib
 from .config import tree as config_tree
-from .data import SAMPLE_IDS, Dataset, check_type
+from .data import SAMPLE_IDS, Dataset, check_type, throughput_unit
 from .pipelining import Pipelining, Plan, plan_pipeline
 from .run_folder import environment
 from .state import Layout, State, plan_layout
@@ -39,7 +39,7 @@ class Setup:
     eval_data: Dataset | None
     batch: dict[str, jax.ShapeDtypeStruct]
     step_fn: Any  # jitted: (state, batch) -> (state, metrics)
-    eval_fn: Any  # jitted: (params, batch) -> sums
+    eval_fn: Any  # jitted: (state, batch) -> sums
     pipeline: Plan | None = None
 
     @property
@@ -156,6 +156,7 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
     staged = pipeline.bind(config, mesh, rules) if pipeline else None
     train_data = config.data.open("train")
     eval_data = _held_out(config) if config.eval_batches else None
+    throughput_unit(train_data)  # raises where it is not one
     batch = _abstract_batch(config, train_data, rules, mesh, num_microbatches)
     if eval_data is not None:
         _check_alike(train_data, eval_data, "eval")
@@ -182,7 +183,7 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
         functools.partial(
             step_lib.eval_step, model=config.model, shard=shard, pipeline=staged
         ),
-        in_shardings=(shardings.params, batch_shardings),
+        in_shardings=(shardings, batch_shardings),
         out_shardings=whole,
     )
     setup = Setup(

@@ -17,12 +17,11 @@ Split = Literal["train", "eval"]
 
 
 class Dataset(Protocol):
-    """An opened split: examples with random access, safe to read from threads."""
+    """An opened split: examples with random access, safe to read from threads.
 
-    @property
-    def tokens_per_example(self) -> int:
-        """What throughput is counted in; 1 for data that has no tokens."""
-        ...
+    Throughput is counted in examples, unless the dataset names what its examples are
+    made of: `unit`, a plural noun such as "tokens", and `units_per_example`.
+    """
 
     def __len__(self) -> int: ...
 
@@ -44,9 +43,22 @@ class Source(Protocol):
 
     def open(self, split: Split) -> Dataset: ...
 
-    def tokenizer(self) -> Tokenizer | None:
-        """Returns what turns tokens into text, None where there is no text."""
-        ...
+
+def throughput_unit(dataset: Dataset) -> tuple[str, int]:
+    """Returns what throughput is counted in, and how many of them an example has."""
+    unit = getattr(dataset, "unit", "examples")
+    count = getattr(dataset, "units_per_example", 1)
+    name = type(dataset).__name__
+    if not (isinstance(unit, str) and unit.isidentifier()):
+        raise ValueError(
+            f"dataset {name}: unit is {unit!r}; expected one word, for instance "
+            "'images', which names the figure images_per_s."
+        )
+    if count < 1:
+        raise ValueError(
+            f"dataset {name}: units_per_example is {count}; expected >= 1 {unit}."
+        )
+    return unit, count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,17 +183,16 @@ class Synthetic:
         _check_split(self, split)
         return SyntheticDataset(self, split)
 
-    def tokenizer(self) -> None:
-        return None
-
 
 class SyntheticDataset:
     """The opened `Synthetic` source."""
 
+    unit = "tokens"
+
     def __init__(self, source: Synthetic, split: Split):
         self._source = source
         self._split = split
-        self.tokens_per_example = source.length
+        self.units_per_example = source.length
         tokens = np.arange(source.vocab_size)
         self._followers = order.permute(
             tokens, source.vocab_size, order.keys(source.seed, tokens * 0)

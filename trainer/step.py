@@ -74,7 +74,7 @@ def train_step(
 
 
 def eval_step(
-    params: Any,
+    state: State,
     batch: Batch,
     *,
     model: Model,
@@ -84,8 +84,8 @@ def eval_step(
     """Sums over a batch, to be added over batches before they are divided."""
     _, batch = _without_ids(batch)
     if pipeline is not None:
-        return pipeline.sums(params, batch)
-    return _sums(model.loss(params, batch, shard))
+        return pipeline.sums(state.params, batch)
+    return _sums(model.loss(state.params, batch, shard))
 
 
 def gradients(

@@ -16,11 +16,11 @@ from .tables import absent, code, plain_text, section, table
 _TITLES = {
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
-    "tokens_per_s": "Throughput, tokens/s",
     "step_s": "Step time, s",
     "bits_per_byte": "Evaluation: bits per byte",
 }
-_FROM_ZERO = ("learning_rate", "grad_norm", "tokens_per_s", "step_s")
+_FROM_ZERO = ("learning_rate", "grad_norm", "step_s")
+_RATE = "_per_s"  # ends the name of the throughput, as in tokens_per_s
 _NUM_LARGEST = 12
 _NUM_LAST = 50
 
@@ -67,9 +67,11 @@ def _figures(run: Run) -> str:
         if "bits_per_byte" in best:
             bits = short_number(best["bits_per_byte"])
             found.append(("Bits per byte, held out", bits, at))
-    if "tokens_per_s" in train:
-        median = short_number(float(np.median(train["tokens_per_s"][1])), digits=3)
-        found.append(("Tokens per second", median, "median"))
+    for name in train:
+        if name.endswith(_RATE):
+            median = short_number(float(np.median(train[name][1])), digits=3)
+            unit = name.removesuffix(_RATE).capitalize()
+            found.append((f"{escape(unit)} per second", median, "median"))
     seconds = training_seconds(run.train)
     if seconds is not None:
         found.append(("Time", duration(seconds), "without interruptions"))
@@ -106,10 +108,10 @@ def curves(run: Run) -> str:
     charts = [
         Chart(
             name=f"{index}-{re.sub('[^A-Za-z0-9_-]', '-', name)}",
-            title=_TITLES.get(name, _words(name).capitalize()),
+            title=_title(name),
             curves=lines,
             last_step=last,
-            from_zero=name in _FROM_ZERO,
+            from_zero=name in _FROM_ZERO or name.endswith(_RATE),
             with_log=name in ("loss", "grad_norm"),
             wide=name == "loss",
         )
@@ -135,6 +137,12 @@ def _step_time(run: Run) -> tuple[Curve, ...]:
         *_with_mean("measured", *columns(run.train)["step_s"]),
         _evaluation("of it bubble, simulated", steps, lost),
     )
+
+
+def _title(name: str) -> str:
+    if name.endswith(_RATE):
+        return f"Throughput, {name.removesuffix(_RATE)}/s"
+    return _TITLES.get(name, _words(name).capitalize())
 
 
 def _words(name: str) -> str:

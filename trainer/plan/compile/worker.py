@@ -32,10 +32,6 @@ class StandIn:
     def open(self, split: str) -> "StandIn":
         return self
 
-    @property
-    def tokens_per_example(self) -> int:
-        return self.length
-
     def __len__(self) -> int:
         return 2**31 - 1
 
