@@ -53,13 +53,8 @@ class Npz:
     def open(self, split):
         return NpzSplit(self.path, split)
 
-    def tokenizer(self):
-        return None
-
 
 class NpzSplit:
-    tokens_per_example = 1
-
     def __init__(self, path, split):
         with np.load(path) as file:
             self.x, self.label = file[f"{split}_x"], file[f"{split}_label"]
