@@ -1,6 +1,7 @@
 """Sharding rules as a library: mesh, rules, resolver, plans. Imports jax only."""
 
 from .audit import audit as audit
+from .lint import lint as lint
 from .mesh import MeshSpec as MeshSpec
 from .naming import axes_for_state as axes_for_state
 from .naming import axes_from_paths as axes_from_paths
@@ -8,11 +9,11 @@ from .naming import axes_of as axes_of
 from .plans import data as data
 from .plans import fsdp as fsdp
 from .plans import parse_plan as parse_plan
+from .plans import pipe as pipe
 from .plans import sequence as sequence
 from .plans import tensor as tensor
 from .plans import tensor2d as tensor2d
 from .rules import Rules as Rules
-from .rules import lint as lint
 from .sharder import Sharder as Sharder
 from .tree import Resolved as Resolved
 from .tree import diff as diff

@@ -203,7 +203,31 @@ def _granule(devices: Sequence[Any]) -> str:
 
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | Sizes) -> dict[str, int]:
-    """Axis sizes of a mesh, an abstract mesh, or a plain mapping of sizes."""
+    """Returns the axis sizes of a mesh, an abstract mesh, or a mapping of sizes."""
     if isinstance(mesh, Mesh | AbstractMesh):
         return dict(mesh.shape)
+    if isinstance(mesh, MeshSpec):
+        raise ValueError(
+            f"mesh {mesh} is a MeshSpec, a mesh on paper. Pass MeshSpec(...).make(), "
+            "or MeshSpec(...).abstract() where there are no devices."
+        )
+    if not isinstance(mesh, Mapping):
+        raise ValueError(
+            f"expected a jax Mesh, an AbstractMesh or {{axis: size}}, got {mesh!r}"
+        )
     return dict(mesh)
+
+
+def refuse_explicit(mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError for a mesh on which sharding constraints do not work."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = [axis for axis, kind in types.items() if kind == AxisType.Explicit]
+    if explicit:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        raise ValueError(
+            f"the mesh ({sizes}) has axes of type Explicit: {', '.join(explicit)}. "
+            "That is the default of jax.make_mesh and jax.sharding.Mesh. A Sharder "
+            "constrains arrays and leaves the rest to the compiler, which needs axes "
+            "of type Auto: make the mesh with MeshSpec(...).make(), or pass axis_types="
+            f"(jax.sharding.AxisType.Auto,) * {len(types)} where you make it."
+        )

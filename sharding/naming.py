@@ -1,7 +1,7 @@
 """Logical names for the dimensions of a tree's arrays, wherever they come from.
 
-Three origins: names a tree carries itself (flax NNX variables), path patterns for trees
-without names, and the parameters an optimizer's state belongs to.
+Three origins: names a tree carries itself (NNX variables, Linen's boxes), path patterns
+for trees without names, and the parameters an optimizer's state belongs to.
 """
 
 import math
@@ -23,32 +23,56 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def is_named(leaf: Any) -> bool:
-    """True for a variable that carries metadata, as flax NNX's do."""
+    """True for what carries names beside an array: NNX variables, Linen's boxes."""
+    return _is_variable(leaf) or _is_box(leaf)
+
+
+def _is_variable(leaf: Any) -> bool:
     return hasattr(leaf, "get_metadata") and hasattr(leaf, "get_value")
 
 
+def _is_box(leaf: Any) -> bool:
+    """True for flax's nn.Partitioned and nn.LogicallyPartitioned."""
+    return hasattr(leaf, "replace_boxed") and hasattr(leaf, "names")
+
+
 def unwrap(leaf: Any) -> Any:
-    """The array (or ShapeDtypeStruct) inside an NNX variable, or the leaf itself."""
-    return leaf.get_value() if is_named(leaf) else leaf
+    """Returns the array (or ShapeDtypeStruct) in a variable or box, or the leaf."""
+    if _is_variable(leaf):
+        return leaf.get_value()
+    return leaf.value if _is_box(leaf) else leaf
+
+
+def rewrap(leaf: Any, value: Any) -> Any:
+    """Returns the variable or box with another array in it."""
+    if _is_variable(leaf):
+        return leaf.replace(value)
+    return leaf.replace_boxed(value) if _is_box(leaf) else value
+
+
+def is_array(leaf: Any) -> bool:
+    """True for arrays and their shapes; trees of equinox hold functions and numbers."""
+    array = unwrap(leaf)
+    return hasattr(array, "shape") and hasattr(array, "dtype")
 
 
 def axes_of(tree: Any) -> Any:
-    """The names a tree of NNX variables carries.
+    """Returns the names that a tree of NNX variables or Linen's boxes carries.
 
-    Read from the variable's metadata `axes`, or from flax's own `out_sharding` (or
-    `sharding_names`). A variable without either is an error: nothing is replicated
-    because somebody forgot to name it. A scalar has no dimension to name.
+    Read from a variable's metadata `axes`, or from flax's own `out_sharding` (or
+    `sharding_names`), or from the `names` of a box. An array without them is an error:
+    nothing is replicated because somebody forgot to name it. A scalar has no dimension
+    to name, and what is not an array has the names None.
     """
     missing = []
 
     def one(path, leaf):
-        metadata = leaf.get_metadata() if is_named(leaf) else {}
-        for key in ("axes", "out_sharding", "sharding_names"):
-            if metadata.get(key) is not None:
-                return _names(metadata[key], f"{path_name(path)}: metadata {key}")
-        if getattr(unwrap(leaf), "ndim", None) != 0:
+        if not is_array(leaf):
+            return None
+        names = _carried(path, leaf)
+        if names is None and unwrap(leaf).ndim:
             missing.append(path_name(path))
-        return ()
+        return names or ()
 
     axes = jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_named)
     if missing:
@@ -59,17 +83,31 @@ def axes_of(tree: Any) -> Any:
     return axes
 
 
+def _carried(path: Sequence[Any], leaf: Any) -> Axes | None:
+    if _is_box(leaf):
+        return _names(leaf.names, f"{path_name(path)}: its box")
+    metadata = leaf.get_metadata() if _is_variable(leaf) else {}
+    for key in ("axes", "out_sharding", "sharding_names"):
+        if metadata.get(key) is not None:
+            return _names(metadata[key], f"{path_name(path)}: metadata {key}")
+    return None
+
+
 def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
-    """Names for a tree that has none, by regular expressions on the paths.
+    """Returns names for a tree that has none, by regular expressions on the paths.
 
     The first pattern that matches the whole path (as "blocks/0/query") gives the names.
-    A path that no pattern matches, and a pattern that matches no path, are errors.
+    An array that no pattern matches keeps the names it carries (NNX, Linen); one that
+    carries none, and a pattern that matches no array, are errors. What is not an array
+    (a function or a number in a tree of equinox) has the names None.
     """
     compiled = _compile(patterns)
     fired: set[str] = set()
     unmatched = []
 
     def one(path, leaf):
+        if not is_array(leaf):
+            return None
         name = path_name(path)
         for pattern, axes in compiled:
             if pattern.fullmatch(name):
@@ -81,8 +119,10 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
                         f"{tuple(unwrap(leaf).shape)}. Name each dimension."
                     )
                 return axes
-        unmatched.append(name)
-        return ()
+        carried = _carried(path, leaf)
+        if carried is None:
+            unmatched.append(name)
+        return carried
 
     result = jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_named)
     if unmatched:
@@ -92,9 +132,9 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
         )
     if idle := [pattern for pattern in patterns if pattern not in fired]:
         raise ValueError(
-            f"{len(idle)} patterns match no path: {_some(idle)}. Remove them, or mend "
-            "them: a pattern must match the whole path, and the first that does takes "
-            "it."
+            f"{len(idle)} patterns match no path of an array: {_some(idle)}. Remove "
+            "them, or fix them: a pattern must match the whole path, and the first "
+            "that does takes it."
         )
     return result
 
@@ -124,10 +164,13 @@ def axes_for_state(
         for (path, leaf), names in zip(
             flat, treedef.flatten_up_to(params_axes), strict=True
         )
+        if is_array(leaf)
     }
     compiled = _compile(others or {})
 
     def one(path, leaf):
+        if not is_array(leaf):
+            return None
         name, shape = path_name(path), tuple(unwrap(leaf).shape)
         for pattern, axes in compiled:
             if pattern.fullmatch(name):

@@ -92,7 +92,7 @@ def sequence() -> Rules:
     return Rules.of({"residual_length": "tensor"}, plan="sequence")
 
 
-def pipeline() -> Rules:
+def pipe() -> Rules:
     """Cuts the stack of blocks over the pipe axis, and what is stored of the weights
     outside it too: there the step gathers them once.
     """
@@ -109,7 +109,7 @@ PLANS: dict[str, Callable[[], Rules]] = {
     "tensor": tensor,
     "tensor2d": tensor2d,
     "sequence": sequence,
-    "pipeline": pipeline,
+    "pipeline": pipe,
 }
 
 

@@ -4,26 +4,32 @@ Semantics, in full. The dimensions of an array are taken left to right, the cand
 of a dimension in order. A candidate is taken when all its mesh axes are free on this
 array and together divide the dimension. A candidate that loses keeps its reason:
 
-  axis-taken    a mesh axis already cuts a dimension further left
+  axis-taken    a mesh axis already shards a dimension further left
   indivisible   the sizes of the mesh axes do not divide the dimension
-  size-1        all its mesh axes have size 1, so there is nothing to cut
-  no-rule       no row names this logical axis (not strict only)
-  no-axis       it names a mesh axis that the mesh does not have (not strict only)
+  size-1        all its mesh axes have size 1, so there is nothing to shard
+  no-rule       no row names this logical axis (lenient rules only)
+  no-axis       it names a mesh axis that the mesh does not have (lenient rules only)
 
-Mesh axes of size 1 are left out of the result. In strict mode (the default) a name
-without a row, a candidate on a mesh axis that does not exist, and a dimension for which
-no candidate is left because they do not divide it are errors.
+Mesh axes of size 1 are left out of the result, and a standard axis that a mesh does not
+have counts as one of size 1. With strict rules (the default) a name without a row, a
+candidate on a mesh axis that does not exist, and a dimension for which no candidate is
+left because they do not divide it are errors.
+
+A dimension that fuses several into one says how long each of its units is: "heads*64"
+is a dimension of heads of 64 elements each, looked up as "heads". It is sharded between
+heads, never inside one.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from .mesh import Sizes, mesh_sizes
-from .rules import Candidate, Role, Row, Rules
+from .mesh import AXES, Sizes, mesh_sizes
+from .rules import Candidate, Role, Row, Rules, check_role
 
 Axes = tuple[str | None, ...]
 
@@ -56,6 +62,34 @@ class Dimension:
     lost: tuple[Lost, ...] = ()
 
 
+@functools.lru_cache(maxsize=1024)
+def split_unit(name: str) -> tuple[str, int]:
+    """Returns ("heads", 64) for "heads*64", and ("heads", 1) for "heads"."""
+    base, star, unit = name.partition("*")
+    if not star:
+        return name, 1
+    if not (base and unit.isdecimal() and int(unit) > 0):
+        raise ValueError(
+            f"logical axis {name!r}: expected a name, or name*unit for a dimension of "
+            "units of that many elements, for instance 'heads*64'"
+        )
+    return base, int(unit)
+
+
+def refuse_unknown_axes(rules: Rules, mesh: Mesh | AbstractMesh | Sizes) -> None:
+    """Raises ValueError for a mesh axis whose name is neither ours nor in a rule."""
+    known = {*AXES, *rules.mesh_axes}
+    for axis, size in mesh_sizes(mesh).items():
+        if size > 1 and axis not in known:
+            named = ", ".join(rules.mesh_axes) or "no mesh axis"
+            raise ValueError(
+                f"mesh axis {axis!r} of size {size}: no rule names it, so it would "
+                f"shard nothing. The rules name {named}. If one of these is meant, "
+                f"rename it: rules.rename_axes({{'tensor': {axis!r}}}). Or add a row "
+                f"of your own, for instance Rules.of({{'mlp': {axis!r}}})."
+            )
+
+
 def resolve_dimensions(
     axes: Axes,
     shape: Sequence[int],
@@ -64,9 +98,9 @@ def resolve_dimensions(
     *,
     name: str,
     role: Role = "param",
-    strict: bool = True,
 ) -> tuple[Dimension, ...]:
     """Resolves one array. `name` is used in errors only."""
+    check_role(role)
     if len(axes) != len(shape):
         raise ValueError(
             f"{name}: logical axes {axes} name {len(axes)} dimensions, but its shape "
@@ -79,19 +113,25 @@ def resolve_dimensions(
         if logical is None:
             result.append(Dimension(None, size))
             continue
-        row = rules.find(logical, role)
+        base, unit = split_unit(logical)
+        if size % unit:
+            raise ValueError(
+                f"{name}: dimension {logical!r} of size {size} is not a multiple of "
+                f"its unit {unit}. Correct the unit."
+            )
+        row = rules.find(base, role)
         if row is None:
-            if strict:
+            if rules.strict:
                 known = ", ".join(sorted(rules.names)) or "none"
                 raise ValueError(
-                    f"{name}: no rule for logical axis {logical!r} (role {role}). "
+                    f"{name}: no rule for logical axis {base!r} (role {role}). "
                     f"Known names: {known}. Add a row, for instance "
-                    f"Rules.of({{{logical!r}: None}}) to not cut it."
+                    f"Rules.of({{{base!r}: None}}) to not cut it."
                 )
             result.append(Dimension(logical, size, lost=(Lost((), "no-rule"),)))
             continue
-        dimension = _one_dimension(row, size, sizes, taken, name, strict)
-        if strict and not dimension.mesh_axes:
+        dimension = _one_dimension(logical, row, size, sizes, taken, name, rules.strict)
+        if rules.strict and not dimension.mesh_axes:
             _refuse_indivisible(dimension, row, sizes, name)
         taken |= {axis: logical for axis in dimension.mesh_axes}
         result.append(dimension)
@@ -99,32 +139,41 @@ def resolve_dimensions(
 
 
 def _one_dimension(
-    row: Row, size: int, sizes: Sizes, taken: dict[str, str], name: str, strict: bool
+    logical: str,
+    row: Row,
+    size: int,
+    sizes: Sizes,
+    taken: dict[str, str],
+    name: str,
+    strict: bool,
 ) -> Dimension:
     lost = []
+    base, unit = split_unit(logical)
     for candidate in row.candidates:
         if candidate == ():
-            return Dimension(row.name, size, plan=row.plan, lost=tuple(lost))
-        if missing := [axis for axis in candidate if axis not in sizes]:
+            return Dimension(logical, size, plan=row.plan, lost=tuple(lost))
+        missing = [axis for axis in candidate if axis not in sizes]
+        if unknown := [axis for axis in missing if axis not in AXES]:
             if not strict:
-                lost.append(Lost(candidate, "no-axis", missing[0]))
+                lost.append(Lost(candidate, "no-axis", unknown[0]))
                 continue
             raise ValueError(
-                f"{name}: rule {row} names mesh axis {missing[0]!r}, but the mesh has "
+                f"{name}: rule {row} names mesh axis {unknown[0]!r}, but the mesh has "
                 f"{', '.join(sizes)}. Name one of these, or add the axis to the mesh."
             )
-        real = tuple(axis for axis in candidate if sizes[axis] > 1)
+        real = tuple(axis for axis in candidate if sizes.get(axis, 1) > 1)
         ways = math.prod(sizes[axis] for axis in real)
         if not real:
             lost.append(Lost(candidate, "size-1"))
         elif clash := [axis for axis in real if axis in taken]:
             detail = f"{clash[0]} cuts {taken[clash[0]]!r}"
             lost.append(Lost(candidate, "axis-taken", detail))
-        elif size % ways:
-            lost.append(Lost(candidate, "indivisible", f"{size} by {ways}"))
+        elif size // unit % ways:
+            what = f"{size // unit} {base} of {unit}" if unit > 1 else f"{size}"
+            lost.append(Lost(candidate, "indivisible", f"{what} by {ways}"))
         else:
-            return Dimension(row.name, size, real, row.plan, tuple(lost))
-    return Dimension(row.name, size, lost=tuple(lost))
+            return Dimension(logical, size, real, row.plan, tuple(lost))
+    return Dimension(logical, size, lost=tuple(lost))
 
 
 def _refuse_indivisible(
@@ -137,12 +186,21 @@ def _refuse_indivisible(
     bad = [lost for lost in dimension.lost if lost.reason == "indivisible"]
     if not bad or () in row.candidates:
         return
-    axes = tuple(a for a in bad[0].candidate if sizes[a] > 1)
+    axes = tuple(a for a in bad[0].candidate if sizes.get(a, 1) > 1)
     ways = math.prod(sizes[axis] for axis in axes)
-    padded = math.ceil(dimension.size / ways) * ways
     cut = ",".join(f"{axis}={sizes[axis]}" for axis in axes)
+    found = f"{name}: dimension {dimension.name!r} of size {dimension.size}"
+    base, unit = split_unit(dimension.name or "")
+    if unit > 1:
+        raise Indivisible(
+            f"{found} is {dimension.size // unit} {base} of {unit} each, which cannot "
+            f"be sharded {ways} ways ({cut}, plan {row.plan}) without splitting one. "
+            f"Use a mesh axis size that divides {dimension.size // unit}, or let the "
+            "rule end in None to replicate it."
+        )
+    padded = math.ceil(dimension.size / ways) * ways
     raise Indivisible(
-        f"{name}: dimension {dimension.name!r} of size {dimension.size} cannot be cut "
+        f"{found} cannot be cut "
         f"{ways} ways ({cut}, plan {row.plan}). Pad it to {padded}, use a mesh axis "
         f"size that divides {dimension.size}, or let the rule end in None to leave it "
         "whole."

@@ -14,7 +14,8 @@ candidate of a with its own mesh axes behind, then without.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 Role = Literal["param", "compute", "optimizer"]
@@ -24,6 +25,17 @@ Candidate = tuple[str, ...]
 # What a person may write for the candidates of a name: None, "tensor",
 # ("data", "fsdp") for one candidate, or a list of candidates.
 CandidatesLike = None | str | tuple[str, ...] | list[Any]
+
+
+def check_role(role: Any, whose: str = "") -> None:
+    """Raises ValueError for a role that does not exist, and suggests the right one."""
+    if role in ROLES:
+        return
+    close = difflib.get_close_matches(str(role), ROLES, n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(
+        f"role {role!r}{whose} is unknown.{meant} Roles: {', '.join(ROLES)}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +48,10 @@ class Row:
     plan: str = "rules"
     also: bool = False
 
+    def __post_init__(self):
+        if self.role is not None:
+            check_role(self.role, f" of the rule for {self.name!r} [{self.plan}]")
+
     def __str__(self) -> str:
         tried = " | ".join("+".join(c) if c else "whole" for c in self.candidates)
         role = f" ({self.role})" if self.role else ""
@@ -45,10 +61,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """An ordered table of rows. Build it from plans, or from a mapping with `of`."""
+    """An ordered table of rows. Build it from plans, or from a mapping with `of`.
+
+    Attributes:
+      replaced: (row that lost its place, the row that took it), for `lint`.
+      strict: whether a dimension that the rules cannot shard is an error. Everything
+        that uses the table agrees: `resolve`, `Sharder` and the helpers.
+    """
 
     rows: tuple[Row, ...] = ()
-    replaced: tuple[tuple[Row, Row], ...] = ()  # (row that lost its place, by which)
+    replaced: tuple[tuple[Row, Row], ...] = ()
+    strict: bool = True
 
     def __post_init__(self):
         seen: dict[tuple[str, Role | None], Row] = {}
@@ -78,10 +101,8 @@ class Rules:
           also: cut over these mesh axes beside those of the table it is added to; one
             role and one candidate for each name.
         """
-        if role is not None and role not in ROLES:
-            raise ValueError(
-                f"role {role!r} of plan {plan!r} is unknown. Roles: {', '.join(ROLES)}."
-            )
+        if role is not None:
+            check_role(role, f" of plan {plan!r}")
         if also and (role is None or any(isinstance(v, list) for v in table.values())):
             raise ValueError(
                 f"plan {plan!r}: rows that cut also over more mesh axes need one role "
@@ -104,7 +125,8 @@ class Rules:
                 kept.append(row)
             elif by.candidates != row.candidates and not _keeps(by, row):
                 replaced.append((row, by))
-        return Rules((*kept, *other.rows), tuple(replaced))
+        strict = self.strict and other.strict
+        return Rules((*kept, *other.rows), tuple(replaced), strict)
 
     def _joined(self, row: Row) -> Row:
         """A row that cuts also, put together with what this table says."""
@@ -131,9 +153,47 @@ class Rules:
         """The table with these names left whole."""
         return self + Rules.of(dict.fromkeys(names), plan="without")
 
+    def lenient(self) -> "Rules":
+        """Returns the table with `strict` off.
+
+        What cannot be sharded is then replicated instead of refused: a dimension that
+        its mesh axes do not divide, a name without a row, a mesh axis that is not
+        there. The resolved table keeps the reason of each.
+        """
+        return dataclasses.replace(self, strict=False)
+
+    def rename_axes(self, names: Mapping[str, str]) -> "Rules":
+        """Returns the table with other names for mesh axes, for a mesh that is given.
+
+        `rules.rename_axes({"tensor": "model"})` fits a mesh with an axis `model`.
+        Several axes may become one: {"fsdp": "data"} shards parameters over the axis
+        of the batch.
+        """
+        if unknown := [name for name in names if name not in self.mesh_axes]:
+            raise ValueError(
+                f"rename_axes: no rule names mesh axis {unknown[0]!r}. The rules name "
+                f"{', '.join(self.mesh_axes) or 'none'}."
+            )
+
+        def renamed(row: Row) -> Row:
+            candidates = tuple(
+                tuple(dict.fromkeys(names.get(axis, axis) for axis in candidate))
+                for candidate in row.candidates
+            )
+            return dataclasses.replace(row, candidates=candidates)
+
+        replaced = tuple((renamed(old), renamed(new)) for old, new in self.replaced)
+        return Rules(tuple(map(renamed, self.rows)), replaced, self.strict)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(row.name for row in self.rows))
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rows name."""
+        axes = (axis for row in self.rows for c in row.candidates for axis in c)
+        return tuple(dict.fromkeys(axes))
 
     def __str__(self) -> str:
         return "\n".join(str(row) for row in self.rows)
@@ -169,40 +229,3 @@ def _candidates(name: str, value: CandidatesLike) -> tuple[Candidate, ...]:
             f"rule for {name!r} has no candidate; write None to not cut it"
         )
     return tuple(result)
-
-
-def lint(
-    rules: Rules,
-    used: Iterable[tuple[str, Role]],
-    mesh: Mapping[str, int] | None = None,
-) -> list[str]:
-    """Rows whose cut a later plan replaced, and rows nothing ever asked for.
-
-    Args:
-      used: (name, role) of every lookup made, as `Resolved.used` records them.
-      mesh: sizes of the mesh axes; with them, axes that no row names are told of too.
-    """
-    used = set(used)
-    # To cut what an earlier plan left whole is what a plan is added for.
-    notes = [
-        f"replaced: {old}  by  {new}"
-        for old, new in rules.replaced
-        if old.candidates != ((),)
-    ]
-    for row in rules.rows:
-        roles = ROLES if row.role is None else (row.role,)
-        if not any(
-            (row.name, role) in used and rules.find(row.name, role) is row
-            for role in roles
-        ):
-            notes.append(f"never used: {row}")
-        if () in row.candidates[:-1]:
-            notes.append(f"unreachable: what stands after 'whole' in {row}")
-    named = {axis for row in rules.rows for c in row.candidates for axis in c}
-    for axis, size in (mesh or {}).items():
-        if size > 1 and axis not in named:
-            notes.append(
-                f"idle: no row names mesh axis {axis!r}, so its {size} ways all do the "
-                "same work"
-            )
-    return notes

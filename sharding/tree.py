@@ -10,9 +10,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .mesh import Sizes, mesh_sizes
-from .naming import axes_of, is_named, path_name, unwrap
-from .resolve import Axes, Dimension, resolve_dimensions, spec_of
-from .rules import Role, Rules
+from .naming import axes_of, is_array, is_named, path_name, unwrap
+from .resolve import (
+    Axes,
+    Dimension,
+    refuse_unknown_axes,
+    resolve_dimensions,
+    spec_of,
+    split_unit,
+)
+from .rules import Role, Rules, check_role
 from .text import align
 from .text import human_bytes as human_bytes
 
@@ -75,7 +82,11 @@ class ResolvedArray:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """Every array of a tree, resolved for one mesh and one role."""
+    """Every array of a tree, resolved for one mesh and one role.
+
+    Attributes:
+      treedef: the form of the tree, with `None` for each leaf that is not an array.
+    """
 
     arrays: tuple[ResolvedArray, ...]
     treedef: Any
@@ -93,7 +104,8 @@ class Resolved:
     @property
     def used(self) -> set[tuple[str, Role]]:
         """(name, role) of every row that was asked for; see `rules.lint`."""
-        return {(n, self.role) for a in self.arrays for n in a.axes if n is not None}
+        names = {n for a in self.arrays for n in a.axes if n is not None}
+        return {(split_unit(name)[0], self.role) for name in names}
 
     def replicated(self) -> list[ResolvedArray]:
         """Arrays whole on every device, largest first; empty on one device."""
@@ -184,38 +196,31 @@ def resolve(
     *,
     axes: Any = None,
     role: Role = "param",
-    strict: bool = True,
 ) -> Resolved:
-    """Resolves a tree of arrays, ShapeDtypeStructs or NNX variables.
+    """Resolves a tree of arrays, ShapeDtypeStructs, NNX variables or Linen's boxes.
+
+    A leaf that is not an array and has the axes None (see `axes_from_paths`) is passed
+    over: its spec and its sharding are None.
 
     Args:
+      mesh: any jax mesh, or its sizes. A standard axis that it does not have counts as
+        one of size 1; an axis of another name must be in a rule.
       axes: a tree of the same form with a tuple of logical names for each array; left
-        out for trees that carry their names (NNX state). See `axes_from_paths` for
-        trees that have none.
+        out for trees that carry their names. See `axes_from_paths` for trees that have
+        none.
     """
-    if axes is None:
-        axes = axes_of(tree)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
-    try:
-        flat_axes = treedef.flatten_up_to(axes)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"the tree of logical axes has not the form of the tree of arrays: {error}"
-        ) from None
+    check_role(role)
+    refuse_unknown_axes(rules, mesh)
     sizes = mesh_sizes(mesh)
-    arrays = []
-    for (path, leaf), names in zip(leaves, flat_axes, strict=True):
-        name, array = path_name(path), unwrap(leaf)
-        if not isinstance(names, tuple):
-            raise ValueError(
-                f"{name}: its logical axes must be a tuple of names, got {names!r}"
-            )
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise ValueError(
-                f"{name}: expected an array or a ShapeDtypeStruct, got {array!r}"
-            )
+    arrays, places = [], []
+    flat, treedef = named_leaves(tree, axes)
+    for name, leaf, names in flat:
+        if names is None:
+            places.append(None)
+            continue
+        array = unwrap(leaf)
         dimensions = resolve_dimensions(
-            names, array.shape, rules, sizes, name=name, role=role, strict=strict
+            names, array.shape, rules, sizes, name=name, role=role
         )
         ways = math.prod(sizes[axis] for d in dimensions for axis in d.mesh_axes)
         dtype = array.dtype
@@ -224,7 +229,41 @@ def resolve(
                 name, tuple(array.shape), dtype.name, dtype.itemsize, dimensions, ways
             )
         )
+        places.append(len(arrays) - 1)
+    if len(arrays) < len(places):  # results unflatten by arrays alone
+        treedef = jax.tree.structure(jax.tree.unflatten(treedef, places))
     return Resolved(tuple(arrays), treedef, sizes, role)
+
+
+def named_leaves(tree: Any, axes: Any = None) -> tuple[list[tuple], Any]:
+    """Returns (path, leaf, logical axes) of every leaf, and the form of the tree.
+
+    The axes of a leaf that is not an array are None.
+    """
+    if axes is None:
+        axes = axes_of(tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
+    try:
+        flat_axes = treedef.flatten_up_to(axes)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            "the tree of logical axes does not have the form of the tree of arrays: "
+            f"{error}"
+        ) from None
+    flat = []
+    for (path, leaf), names in zip(leaves, flat_axes, strict=True):
+        name = path_name(path)
+        if not is_array(leaf) and names is not None:
+            raise ValueError(
+                f"{name}: expected an array or a ShapeDtypeStruct, got {leaf!r}. "
+                "Filter out what is not an array, or give it the axes None."
+            )
+        if is_array(leaf) and not isinstance(names, tuple):
+            raise ValueError(
+                f"{name}: its logical axes must be a tuple of names, got {names!r}"
+            )
+        flat.append((name, leaf, names))
+    return flat, treedef
 
 
 def diff(a: Resolved, b: Resolved) -> list[str]:

@@ -124,13 +124,13 @@ def test_paths_of_plain_trees_and_of_their_shapes():
         ),
         (
             {r"blocks/.*": ("embed", "mlp"), "norm": (None,), "nor": (None,)},
-            "1 patterns match no path: nor. Remove them, or mend them: a pattern must "
-            "match the whole path, and the first that does takes it.",
+            "1 patterns match no path of an array: nor. Remove them, or fix them: a "
+            "pattern must match the whole path, and the first that does takes it.",
         ),
         (
             {r"blocks/.*": ("embed", "mlp"), "n.*": (None,), "norm": ("norm",)},
-            "1 patterns match no path: norm. Remove them, or mend them: a pattern must "
-            "match the whole path, and the first that does takes it.",
+            "1 patterns match no path of an array: norm. Remove them, or fix them: a "
+            "pattern must match the whole path, and the first that does takes it.",
         ),
         (
             {".*": ("embed", "mlp")},

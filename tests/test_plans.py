@@ -8,6 +8,7 @@ from meshloom.sharding import (
     data,
     fsdp,
     parse_plan,
+    pipe,
     resolve,
     sequence,
     tensor,
@@ -200,3 +201,18 @@ def test_unknown_plan():
     )
     with pytest.raises(ValueError, match="plan '': '' is no plan"):
         parse_plan("")
+
+
+def test_the_plan_of_a_pipeline_has_the_name_of_its_axis():
+    rules = data() + pipe()
+    assert rules == parse_plan("data+pipeline")
+    found = resolve(TREE, rules, MeshSpec(pipe=8).abstract(), axes=AXES)
+    assert found.specs()["query"] == P("pipe", None, None, None)
+
+
+def test_the_package_of_schedules_called_as_a_plan_names_the_plan():
+    from meshloom.sharding import pipeline
+
+    assert pipeline.make and pipeline.__name__ == "meshloom.sharding.pipeline"
+    with pytest.raises(TypeError, match="The plan .* is meshloom.sharding.pipe()"):
+        pipeline()  # pyright: ignore

@@ -2,14 +2,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshloom.sharding import MeshSpec, Rules
-from meshloom.sharding.resolve import resolve_dimensions, spec_of
+from meshloom.sharding.resolve import Indivisible, resolve_dimensions, spec_of
 
 SIZES = {"data": 2, "fsdp": 4, "tensor": 2, "pipe": 1}
 
 
 def run(table, axes, shape, *, strict=True, mesh=SIZES):
     rules = Rules.of(table, plan="mine")
-    return resolve_dimensions(axes, shape, rules, mesh, name="w", strict=strict)
+    rules = rules if strict else rules.lenient()
+    return resolve_dimensions(axes, shape, rules, mesh, name="w")
 
 
 def reasons(dimension):
@@ -114,7 +115,7 @@ def test_number_of_names():
     )
 
 
-def test_not_strict_keeps_the_reason_instead():
+def test_lenient_rules_keep_the_reason_instead():
     table = {"vocab": "fsdp", "mlp": ["model", "tensor"]}
     dims = run(table, ("vocab", "mpl", "mlp"), (7, 8, 8), strict=False)
     assert spec_of(dims) == P(None, None, "tensor")
@@ -138,3 +139,50 @@ def test_a_mesh_an_abstract_mesh_and_sizes_resolve_alike():
 
 def test_a_scalar():
     assert spec_of(run({}, (), ())) == P()
+
+
+def fused(shape, mesh=SIZES, candidates="fsdp", name="heads*64", **kwargs):
+    table = {"embed": None, "heads": candidates}
+    return run(table, ("embed", name), shape, mesh=mesh, **kwargs)
+
+
+def test_a_fused_dimension_is_sharded_between_its_units():
+    dims = fused((8, 12 * 64))
+    assert spec_of(dims) == P(None, "fsdp")
+    assert dims[1].name == "heads*64" and dims[1].size == 768
+
+
+def test_a_fused_dimension_is_never_sharded_inside_a_unit():
+    # 6 * 64 is divisible by 4, and would end in the middle of a head.
+    with pytest.raises(Indivisible) as error:
+        fused((8, 6 * 64))
+    assert str(error.value) == (
+        "w: dimension 'heads*64' of size 384 is 6 heads of 64 each, which cannot be "
+        "sharded 4 ways (fsdp=4, plan mine) without splitting one. Use a mesh axis "
+        "size that divides 6, or let the rule end in None to replicate it."
+    )
+    dims = fused((8, 6 * 64), candidates=["fsdp", "data"])
+    assert spec_of(dims) == P(None, "data")
+    assert str(dims[1].lost[0]) == "fsdp: indivisible (6 heads of 64 by 4)"
+    assert spec_of(fused((8, 6 * 64), strict=False)) == P(None, None)
+    assert spec_of(fused((8, 6 * 64), name="heads")) == P(None, "fsdp")
+
+
+def test_a_unit_that_is_wrong():
+    with pytest.raises(ValueError) as error:
+        fused((8, 100))
+    assert str(error.value) == (
+        "w: dimension 'heads*64' of size 100 is not a multiple of its unit 64. Correct "
+        "the unit."
+    )
+    for name in ("heads*head_dim", "heads*0", "*64", "heads*"):
+        with pytest.raises(ValueError, match="expected a name, or name[*]unit for a d"):
+            fused((8, 128), name=name)
+
+
+def test_a_standard_axis_that_the_mesh_does_not_have_counts_as_size_one():
+    dims = run(
+        {"a": ("replica", "data"), "b": "context"}, ("a", "b"), (4, 4), mesh={"data": 2}
+    )
+    assert spec_of(dims) == P("data", None)
+    assert reasons(dims[1]) == [(("context",), "size-1")]

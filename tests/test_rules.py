@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from meshloom.sharding import MeshSpec, Rules, data, fsdp, lint, resolve, tensor
+from meshloom.sharding import Rules, data, fsdp, resolve, tensor
 from meshloom.sharding.rules import Row
 
 
@@ -156,35 +156,31 @@ def test_without_leaves_names_whole_in_every_role():
     assert rules.find("mlp", "param").plan == "data"  # pyright: ignore
 
 
-def test_lint_tells_of_rows_that_do_nothing():
-    rules = (
-        Rules.of({"embed": None, "mlp": "data", "vocab": None}, plan="a")
-        + Rules.of({"mlp": "tensor", "heads": [None, "tensor"]}, plan="b")
-        + Rules.of({"embed": "fsdp"}, role="optimizer", plan="c")
-        + Rules.of({"vocab": "tensor"}, plan="d")  # what was whole is no loss
+def test_a_role_that_does_not_exist_is_refused_with_a_suggestion():
+    tree = {"w": jax.ShapeDtypeStruct((8,), "float32")}
+    with pytest.raises(ValueError) as error:
+        resolve(tree, data(), {"data": 2}, axes={"w": (None,)}, role="optimiser")  # pyright: ignore
+    assert str(error.value) == (
+        "role 'optimiser' is unknown. Did you mean 'optimizer'? Roles: param, compute, "
+        "optimizer."
     )
-    notes = lint(
-        rules,
-        {("embed", "param"), ("mlp", "param"), ("vocab", "param")},
-        {"tensor": 2, "pipe": 4, "data": 1},
+    with pytest.raises(ValueError, match="^role 'params' of plan 'x' .*you mean 'para"):
+        Rules.of({"mlp": None}, role="params", plan="x")  # pyright: ignore
+    with pytest.raises(ValueError, match="^role 'x' of the rule for 'a' "):
+        Row("a", ((),), "x")  # pyright: ignore
+
+
+def test_axes_may_have_other_names():
+    rules = (data() + fsdp() + tensor()).rename_axes({"tensor": "model"})
+    assert rules.find("mlp", "param").candidates == (("model",),)  # pyright: ignore
+    assert "tensor" not in rules.mesh_axes
+    # Two axes that become one are named once.
+    both = (data() + fsdp()).rename_axes({"fsdp": "data"})
+    assert both.find("batch", "compute").candidates == (  # pyright: ignore
+        ("replica", "data", "expert"),
     )
-    assert notes == [
-        "replaced: mlp -> data  [a]  by  mlp -> tensor  [b]",
-        "never used: heads -> whole | tensor  [b]",
-        "unreachable: what stands after 'whole' in heads -> whole | tensor  [b]",
-        "never used: embed (optimizer) -> fsdp  [c]",
-        "idle: no row names mesh axis 'pipe', so its 4 ways all do the same work",
-    ]
-
-
-def test_lint_knows_what_a_resolved_tree_used():
-    tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
-    rules = Rules.of({"embed": "fsdp", "mlp": "tensor", "vocab": "tensor"})
-    mesh = MeshSpec(fsdp=2, tensor=2).abstract()
-    resolved = resolve(tree, rules, mesh, axes={"w": ("embed", "mlp")})
-    assert lint(rules, resolved.used) == ["never used: vocab -> tensor  [rules]"]
-
-
-def test_a_row_hidden_by_one_of_its_role_is_not_called_used():
-    rules = Rules.of({"embed": None}) + Rules.of({"embed": "fsdp"}, role="param")
-    assert lint(rules, {("embed", "param")}) == ["never used: embed -> whole  [rules]"]
+    with pytest.raises(ValueError) as error:
+        tensor().rename_axes({"tesnor": "model"})
+    assert str(error.value) == (
+        "rename_axes: no rule names mesh axis 'tesnor'. The rules name tensor."
+    )

@@ -2,10 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshloom.sharding import MeshSpec, Sharder, data, fsdp, tensor
+from meshloom.sharding import MeshSpec, Sharder, data, fsdp, resolve, tensor
 
 MESH = MeshSpec(data=2, fsdp=2, tensor=2).make()
 SHARD = Sharder(MESH, data() + fsdp() + tensor())
@@ -168,18 +169,103 @@ def test_spec_says_how_an_activation_is_cut():
     inside(body, jnp.ones(shape))
 
 
-def test_errors_say_what_was_being_cut():
+def line_of(f) -> str:
+    return f"test_sharder.py:{f.__code__.co_firstlineno}"
+
+
+def test_errors_name_the_array_or_the_line():
+    f = lambda x: SHARD(x, ("batch", "length"))  # noqa: E731
     with pytest.raises(ValueError) as error:
-        SHARD(jnp.ones((6, 4)), ("batch", "length"))
+        jax.jit(f)(jnp.ones((6, 4)))
     assert str(error.value) == (
-        "activation [batch, length]: dimension 'batch' of size 6 cannot be cut 4 ways "
-        "(data=2,fsdp=2, plan data). Pad it to 8, use a mesh axis size that divides 6, "
-        "or let the rule end in None to leave it whole."
+        f"activation [batch, length] at {line_of(f)}: dimension 'batch' of size 6 "
+        "cannot be cut 4 ways (data=2,fsdp=2, plan data). Pad it to 8, use a mesh axis "
+        "size that divides 6, or let the rule end in None to leave it whole."
     )
-    with pytest.raises(
-        ValueError, match=r"^weight \[embed, mlp\]: dimension 'mlp' of s"
-    ):
-        SHARD.weight(jnp.ones((8, 5)), AXES)
+    f = lambda w: SHARD.weight(w, AXES)  # noqa: E731
+    at = rf"^weight \[embed, mlp\] at {line_of(f)}: dimension 'mlp' of size 5 cannot"
+    with pytest.raises(ValueError, match=at):
+        jax.jit(f)(jnp.ones((8, 5)))
+    with pytest.raises(ValueError, match=r"^weight blocks/up \[embed, mlp\]: dimens"):
+        SHARD.weight(jnp.ones((8, 5)), AXES, name="blocks/up")
+    with pytest.raises(ValueError, match=r"^activation hidden \[batch\]: dimension"):
+        SHARD(jnp.ones(6), ("batch",), name="hidden")
+
+
+PARAMS = {"blocks": [{"up": W, "steps": jnp.ones(8, jnp.int32)}]}
+PARAMS_AXES = {"blocks": [{"up": AXES, "steps": (None,)}]}
+
+
+def test_all_weights_of_a_tree_at_once():
+    def f(params):
+        return SHARD.weights(params, PARAMS_AXES, jnp.bfloat16)
+
+    stored = jax.device_put(W, NamedSharding(MESH, P("fsdp", "tensor")))
+    block = jax.jit(f)({"blocks": [PARAMS["blocks"][0] | {"up": stored}]})["blocks"][0]
+    assert same(block["up"], P(None, "tensor")) and block["up"].dtype == jnp.bfloat16
+    assert block["steps"].dtype == jnp.int32
+    np.testing.assert_array_equal(block["up"], W)
+
+
+def test_gradients_of_weights_land_where_the_optimizer_keeps_them():
+    def f(params, x):
+        return jnp.sum(jnp.square(x @ SHARD.weights(params, {"w": AXES})["w"]))
+
+    g = jax.jit(jax.grad(f))({"w": W}, jnp.ones((8, 8)))["w"]
+    assert same(g, P("fsdp", "tensor"))
+    assert {s.data.shape for s in g.addressable_shards} == {(4, 8)}
+
+
+def test_weights_name_the_path_of_the_array_that_fails_inside_jit():
+    bad = {"blocks": [{"up": jnp.ones((8, 5)), "steps": jnp.ones(8)}]}
+    with pytest.raises(ValueError) as error:
+        jax.jit(lambda params: SHARD.weights(params, PARAMS_AXES))(bad)
+    assert str(error.value).startswith(
+        "weight blocks/0/up [embed, mlp]: dimension 'mlp' of size 5 cannot be cut 2 way"
+    )
+
+
+def test_what_is_no_array_and_trees_of_one_device_come_back_as_they_are():
+    tree = {"w": W, "f": jax.nn.relu}
+    for shard in (SHARD, Sharder()):
+        assert shard.weights(tree, {"w": AXES, "f": None})["f"] is jax.nn.relu
+    assert Sharder().weights(tree, {"w": AXES, "f": None})["w"] is W
+
+
+def test_weights_of_nnx_state_carry_their_names_and_stay_variables():
+    state = nnx.State({"w": nnx.Param(W, axes=AXES)})
+    out = jax.jit(SHARD.weights)(state)
+    assert isinstance(out["w"], nnx.Param)
+    assert same(out["w"].get_value(), P(None, "tensor"))
+
+
+def test_a_tree_is_constrained_in_a_role():
+    out = jax.jit(lambda g: SHARD.constrain(g, {"w": AXES}, role="optimizer"))({"w": W})
+    assert same(out["w"], P("fsdp", "tensor"))
+    assert same(jax.jit(lambda x: SHARD.constrain(x, AXES))(W), P(None, "tensor"))
+
+
+def test_an_unknown_role_is_refused_on_any_number_of_devices():
+    message = "role 'optimiser' is unknown. Did you mean 'optimizer'?"
+    for shard in (SHARD, Sharder()):
+        with pytest.raises(ValueError) as error:
+            shard(W, AXES, role="optimiser")  # pyright: ignore
+        assert str(error.value).startswith(message)
+        with pytest.raises(ValueError, match="^role 'optimiser' is unknown"):
+            shard.constrain({}, {}, role="optimiser")  # pyright: ignore
+
+
+def test_lenient_rules_mean_the_same_to_resolve_and_to_a_sharder():
+    odd, axes = jnp.ones((8, 5)), ("embed", "mlp")
+    with pytest.raises(ValueError, match="cannot be cut"):
+        resolve({"w": odd}, SHARD.rules, MESH, axes={"w": axes})
+    rules = SHARD.rules.lenient()
+    layout = resolve({"w": odd}, rules, MESH, axes={"w": axes})
+    assert layout.specs() == {"w": P("fsdp", None)}
+    assert "tensor: indivisible (5 by 2)" in layout.arrays[0].why
+    w = jax.jit(lambda w: Sharder(MESH, rules)(w, axes, role="param"))(odd)
+    assert same(w, P("fsdp", None))
+    assert not (rules + data()).strict and not (data() + rules).strict
 
 
 def test_a_sharder_is_a_constant_that_jit_can_take():

@@ -167,7 +167,7 @@ def test_an_error_names_the_parameter():
 
 def test_axes_of_another_form():
     with pytest.raises(
-        ValueError, match="the tree of logical axes has not the form of"
+        ValueError, match="the tree of logical axes does not have the form"
     ):
         resolve(TREE, RULES, SPEC.abstract(), axes={"up": ("embed", "mlp")})
     with pytest.raises(
