@@ -43,7 +43,7 @@ def section(folder) -> str:
 
 def cells(html) -> dict[str, str]:
     """The table's rows as text."""
-    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', html)
+    rows = re.findall(r'<th scope="row">(.*?)</th><td[^>]*>(.*?)</td>', html)
     return {name: re.sub("<[^>]*>", "", value) for name, value in rows}
 
 

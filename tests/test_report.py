@@ -17,7 +17,7 @@ import tiny_plans
 from meshloom.sharding.pipeline import make, simulate
 from meshloom.trainer import metrics
 from meshloom.trainer.plan import plan
-from meshloom.trainer.report import charts, curves, write_report
+from meshloom.trainer.report import curves, write_report
 
 NUM_STEPS, SPIKE, NAN = 3000, 1200, 2000
 PIPELINE = {"start": 0, "derived": True, **simulate(make("1f1b", 4, 8)).to_json()}
@@ -148,15 +148,60 @@ def test_report_shows_state_figures_and_tables(report):
     text = report.read_text("utf-8")
     assert "<b>Complete</b>: 3000 steps" in text
     assert "The loss is not finite at step 2000" in text
-    for figure in ("1.361", "1.963", "at step 3000", "2 min 30 s"):
+    for figure in ("1.361", "1.963", "lowest of 12, at step 3000", "2 min 30 s"):
         assert figure in text
+    # A mean is called one, and the value that the curve ends with stands beside it.
+    last = curves.short_number(list(train_rows())[-1]["loss"])
+    assert f"mean of steps 2951 to 3000; the last one {last}" in text
+    assert "Final loss" not in text
     # The four that were set and the one that holds markup, not the forty defaults.
     assert text.count('<tr class="changed">') == 5
     assert "(5 of 45)" in text and "default.gin:12" in text
-    assert "pipe 4 × data 2 × fsdp 2 × tensor 2" in text and "7.3 MB" in text
-    assert "Largest replicated arrays" in text and "tensor, fsdp+data" in text
-    assert "–, fsdp, tensor" in text and "–, embed, mlp" in text
+    assert "pipe 4 × data 2 × fsdp 2 × tensor 2" in text and "7.0 MiB" in text
+    assert "Largest replicated arrays" in text
+    assert "embed over tensor, mlp over fsdp+data (8 ways)" in text
+    assert "embed over fsdp, mlp over tensor (4 ways)" in text
     assert text.count("norm/scale") == 2 and text.count("embed/table") == 1
+
+
+def test_the_result_comes_first_and_the_forecast_last_and_folded(report):
+    text = report.read_text("utf-8")
+    found = re.findall(r"<h2>(.*?)</h2>", text)
+    assert found == [
+        "Curves",
+        "Sample",
+        "Mesh and sharding",
+        "Pipeline",
+        "Configuration",
+        "Environment",
+        "Forecast",
+    ]
+    assert text.index('class="figures"') < text.index("<h2>Curves")
+    (folded,) = re.findall(r"<h2>Forecast</h2>(.*?)</section>", text, re.DOTALL)
+    assert folded.startswith("<details><summary>") and folded.endswith("</details>")
+
+
+@pytest.mark.parametrize(
+    "dtype, words", [("float32", "1e-5"), ("bfloat16", "1e-3"), ("int8", None)]
+)
+def test_the_report_says_what_its_type_means_for_other_meshes(tmp_path, dtype, words):
+    metrics.JsonLines(tmp_path / "metrics.jsonl").write([{"step": 1, "loss": 2.0}])
+    (tmp_path / "sharding.json").write_text(json.dumps(sharding()))
+    values = {"model.compute_dtype": {"value": dtype, "origin": "default"}}
+    (tmp_path / "config.json").write_text(json.dumps({"values": values}))
+    text = write_report(tmp_path).read_text("utf-8")
+    if words is None:
+        assert "on another mesh" not in text
+    else:
+        assert f"Computed in {dtype}: on another mesh" in text and words in text
+
+
+def test_every_figure_of_an_evaluation_is_shown(tmp_path):
+    metrics.JsonLines(tmp_path / "metrics.jsonl").write([{"step": 1, "loss": 2.0}])
+    rows = [{"step": 1, "loss": 0.25, "top_1": 0.875, "time": 1.0}]
+    metrics.JsonLines(tmp_path / "eval.jsonl").write(rows)
+    text = write_report(tmp_path).read_text("utf-8")
+    assert "<dt>Top 1, held out</dt><dd>0.875<small>at step 1" in text
 
 
 def test_report_of_the_bare_minimum_says_what_is_absent(tmp_path):
@@ -169,6 +214,7 @@ def test_report_of_the_bare_minimum_says_what_is_absent(tmp_path):
     for name in ("eval.jsonl", "config.json", "sharding.json", "environment.json"):
         assert f"({name})" in text
     assert "(sample.txt)" in text and "(forecast.json)" in text
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Curves"]
     assert 'class="warning"' not in text
 
 
@@ -211,77 +257,6 @@ def test_bad_run_folders_are_refused_with_the_remedy(tmp_path):
         write_report(tmp_path)
 
 
-def test_downsample_keeps_extremes_gaps_and_ends():
-    steps = np.arange(100_000)
-    values = np.sin(steps / 3000.0)
-    values[31_415], values[77_777], values[50_000] = 9.0, -9.0, np.nan
-    kept_steps, kept = curves.downsample(steps, values)
-    assert len(kept) <= curves.MAX_POINTS
-    assert (kept_steps[0], kept_steps[-1]) == (0, 99_999)
-    assert np.all(np.diff(kept_steps) > 0)
-    assert {31_415, 77_777, 50_000} <= set(kept_steps.tolist())
-    np.testing.assert_array_equal(kept, values[kept_steps])
-    short = curves.downsample(steps[:1500], values[:1500])[0]
-    assert len(short) == 1500
-
-
-def test_rolling_mean_has_no_lag_and_leaves_gaps():
-    falling = 100.0 - np.arange(50)
-    smooth = curves.rolling_mean(falling, 11)
-    # A straight line is its own centred mean, up to the window that is cut off.
-    np.testing.assert_allclose(smooth[:45], falling[:45], rtol=1e-12)
-    values = np.array([1.0, 2.0, np.nan, 4.0, 6.0, 8.0])
-    np.testing.assert_allclose(
-        curves.rolling_mean(values, 3), [1.0, 1.5, np.nan, 5.0, 6.0, 7.0]
-    )
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0, 3000, [0, 1000, 2000, 3000]),
-        (0, 3e-4, [0, 1e-4, 2e-4, 3e-4]),
-        (1.2, 7.4, [2, 4, 6]),
-        (5, 5, [5]),
-    ],
-)
-def test_linear_ticks_are_round(low, high, ticks):
-    assert curves.linear_ticks(low, high) == pytest.approx(ticks)
-
-
-def test_log_ticks_are_few_and_inside():
-    assert curves.log_ticks(0.09, 11) == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5, 10])
-    assert len(curves.log_ticks(1e-9, 1e9)) <= 7
-    assert len(curves.log_ticks(1.21, 1.29)) >= 2
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"), (1500, "1.5 k"), (2e6, "2 M"), (0.25, "0.25"), (3e-4, "3e-4"),
-        (-12345, "-12.35 k"), (math.inf, "not finite"), (1.33549, "1.335"),
-    ],
-)  # fmt: skip
-def test_short_number(value, text):
-    assert curves.short_number(value) == text
-
-
-def test_a_value_that_is_not_finite_breaks_the_line():
-    values = np.array([1.0, 2.0, np.nan, 3.0, np.inf, 4.0])
-    curve = charts.Curve(
-        label="loss", style="mean", steps=np.arange(1, 7), values=values
-    )
-    text = charts.render(
-        charts.Chart(name="a", title="A", curves=(curve,), last_step=6)
-    )
-    (path,) = re.findall(r'<path class="curve mean" d="([^"]*)"', text)
-    assert path.count("M") == 3 and path.count("L") == 1
-    assert text.count('class="gap"') == 2
-    assert json.loads(re.findall(r"json\">(.*?)</script>", text)[0])["curves"][0][
-        "values"
-    ] == [1.0, 2.0, None, 3.0, None, 4.0]
-
-
 # In front of everything, so that no error of the page escapes it.
 COLLECT = """<head><script>
 window.errors = [];
@@ -314,6 +289,9 @@ seen.left = read();
 loss.querySelector(".log-switch").click();
 seen.log = boxes(".chart:first-child .pane.log");
 seen.hidden = getComputedStyle(loss.querySelector(".pane.linear")).display;
+seen.changed = [...document.querySelectorAll(".config tbody tr")].filter(
+  (row) => row.offsetHeight > 0).length;
+document.querySelector(".changed-switch").click();
 const filter = document.querySelector("#config-filter");
 filter.value = "option_1 1.";
 filter.dispatchEvent(new Event("input"));
@@ -323,6 +301,15 @@ seen.schedule = [...document.querySelectorAll(".schedule rect")].map(
   (rect) => getComputedStyle(rect).fill);
 seen.card = getComputedStyle(document.querySelector(".chart")).backgroundColor;
 seen.wide = document.documentElement.scrollWidth > window.innerWidth;
+seen.folded = !document.querySelector("details").open;
+for (const part of document.querySelectorAll("details")) part.open = true;
+document.documentElement.style.width = WIDTH + "px";
+seen.tables = [...document.querySelectorAll("table, pre, .bars")].filter((part) =>
+  part.scrollWidth > part.clientWidth
+  || part.getBoundingClientRect().right > WIDTH).map((part) => part.textContent);
+seen.bare = [...document.querySelectorAll("h2, h3.table")].filter((title) =>
+  !title.nextElementSibling || title.nextElementSibling.offsetHeight < 10
+  || /^H[1-6]$/.test(title.nextElementSibling.tagName)).map((e) => e.textContent);
 seen.hacked = window.hacked === 1;
 seen.errors = window.errors;
 document.body.dataset.probe = JSON.stringify(seen);
@@ -357,17 +344,19 @@ def dump_dom(page, tmp_path, *flags):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [1200, 500])
+@pytest.mark.parametrize("width", [1200, 400])
 def test_browser_draws_the_curves_without_script_errors(report, tmp_path, width):
     text = report.read_text("utf-8").replace("<head>", COLLECT, 1)
     probe = PROBE.replace("SPIKE", str(SPIKE)).replace("NAN", str(NAN))
+    probe = probe.replace("WIDTH", str(width))
     page = tmp_path / "probe.html"
     page.write_text(text.replace("</body>", probe), "utf-8")
-    dom = dump_dom(page, tmp_path, f"--window-size={width},1400")
+    dom = dump_dom(page, tmp_path, f"--window-size={max(width, 500)},1400")
     (found,) = re.findall(r'<body data-probe="([^"]*)"', dom)
     seen = json.loads(html.unescape(found))
 
     assert seen["errors"] == [] and not seen["hacked"] and not seen["wide"]
+    assert seen["tables"] == [] and seen["bare"] == [] and seen["folded"]
     # Loss and step time have 3 curves, gradient norm and throughput 2, the others 1.
     # In the units of the drawing, 1000 x 400, a curve spans most of the steps and some
     # height.
@@ -381,6 +370,7 @@ def test_browser_draws_the_curves_without_script_errors(report, tmp_path, width)
     assert step == str(SPIKE) and float(raw) > 7 and seen["guide"] == "40%"
     assert seen["nan"][0] == "not finite" and seen["nan"][-1] == str(NAN)
     assert seen["last"] == seen["left"] and seen["last"][-1] == str(NUM_STEPS)
+    assert seen["changed"] == 5
     # option_10 to option_15 hold 1.25 to 1.875; the later ones 2 and more.
     assert seen["rows"] == 6
 

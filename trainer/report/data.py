@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import metrics
 
+RATE = "_per_s"  # ends the name of the throughput, as in tokens_per_s
 # Where the root of a config says how long a run is.
 _TOTAL_KEYS = ("num_steps", "steps")
 # What the report shows of pipeline.json.
@@ -41,12 +42,29 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        values = (self.config or {}).get("values", {})
         for key in _TOTAL_KEYS:
-            value = values.get(key, {}).get("value")
+            value = self.config_value(key)
             if isinstance(value, int):
                 return value
         return None
+
+    def config_value(self, path: str) -> Any:
+        """Returns a value of the config; None if it has none of this name."""
+        values = (self.config or {}).get("values", {})
+        return values.get(path, {}).get("value")
+
+    @property
+    def missing(self) -> list[str]:
+        """What the folder does not hold, in words and with the name of its file."""
+        parts = {
+            "evaluation (eval.jsonl)": self.evals,
+            "sample (sample.txt)": self.sample,
+            "configuration (config.json)": self.config,
+            "sharding (sharding.json)": self.sharding,
+            "environment (environment.json)": self.environment,
+            "forecast (forecast.json)": self.forecast,
+        }
+        return [words for words, content in parts.items() if not content]
 
     @property
     def is_complete(self) -> bool:

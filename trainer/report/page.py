@@ -81,27 +81,29 @@ svg .points{stroke:var(--eval);stroke-width:6}
 svg .gap{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 4}
 .guide{position:absolute;top:0;bottom:0;width:0;border-left:1px solid var(--soft);
 opacity:.7;display:none;pointer-events:none}
-.scroll{overflow:auto;max-height:30rem;border:1px solid var(--rule);border-radius:10px;
-background:var(--card)}
+.frame{border:1px solid var(--rule);border-radius:10px;background:var(--card);
+overflow:hidden}
 table{border-collapse:collapse;width:100%;font-size:.83rem}
 th,td{text-align:left;padding:.38rem .9rem;border-bottom:1px solid var(--grid);
 vertical-align:top}
 tr:last-child>*{border-bottom:0}
-thead th{position:sticky;top:0;background:var(--card);color:var(--soft);
-font-weight:500;box-shadow:inset 0 -1px var(--rule);white-space:nowrap}
-tbody th{font-weight:400}
+thead th{color:var(--soft);font-weight:500;border-bottom:1px solid var(--rule)}
+tbody th{font-weight:400;overflow-wrap:anywhere}
 td.number,th.number{text-align:right;white-space:nowrap}
 code,pre{font:.92em/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 td code{overflow-wrap:anywhere}
-.dense td,.dense td code,.dense tbody th{white-space:nowrap}
 tr.changed>*{background:var(--mark)}
 tr.changed th code{font-weight:600}
+.config:has(.changed-switch:checked) tr.changed>*{background:none}
+.config:has(.changed-switch:checked) tr.changed th code{font-weight:400}
+.note+.frame{margin-top:.8rem}
 .tools{display:flex;flex-wrap:wrap;gap:.6rem 1.2rem;align-items:center;
 margin-bottom:.7rem}
 .tools input[type=search]{font:inherit;font-size:.85rem;color:inherit;
 background:var(--card);border:1px solid var(--rule);border-radius:7px;
 padding:.35rem .7rem;width:min(20rem,100%)}
-.config:has(.changed-switch:checked) tbody tr:not(.changed),tr[hidden]{display:none}
+.config:has(.changed-switch:checked) tbody tr:not(.changed){display:none}
+tr[hidden]{display:none!important}
 .schedule{overflow-x:auto;margin:1.2rem 0}
 .schedule svg{display:block;max-width:max(100%,46rem);height:auto}
 .schedule pre{white-space:pre}
@@ -117,7 +119,8 @@ overflow:hidden}
 .bars .over u{background:var(--bad)}
 .note{margin:.8rem 0 0;color:var(--soft);font-size:.85rem}
 details{margin-top:.8rem}
-summary{cursor:pointer;color:var(--soft);font-size:.85rem}
+details>.frame{margin-top:1rem}
+summary{cursor:pointer;color:var(--soft);font-size:.9rem}
 pre{margin:.6rem 0 0;padding:1.1rem 1.3rem;background:var(--card);
 border:1px solid var(--rule);border-radius:10px;overflow:auto;max-height:30rem;
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:.83rem}
@@ -127,12 +130,20 @@ footer{margin-top:3rem;color:var(--soft);font-size:.8rem}
 .chart{padding:.9rem .9rem .7rem}
 .figures div{padding:.8rem .9rem}.figures dd{font-size:1.35rem}
 th,td{padding:.38rem .6rem}
+.stacked,.stacked tbody,.stacked tr,.stacked tbody>tr>*{display:block}
+.stacked thead{display:none}
+.stacked tr{padding:.4rem .3rem;border-bottom:1px solid var(--rule)}
+.stacked tr:last-child{border-bottom:0}
+.stacked tbody>tr>*{border:0;padding:.1rem .6rem;text-align:left;white-space:normal}
+.stacked tbody th:empty,.stacked td:empty{display:none}
+.stacked tbody th{font-weight:600}
+.stacked td::before{content:attr(data-name) ": ";color:var(--soft)}
 .bars li{grid-template-columns:minmax(0,1fr) auto}.bars i{grid-column:1/-1}}
 @media print{:root{--paper:#fff;--card:#fff;--ink:#1f2328;--soft:#555;--rule:#ddd;
 --grid:#eee;--main:#1c6e6a;--raw:#9cc5c1;--eval:#b4531f;--mark:#fdf3dc}
 main{max-width:none;padding:0}.switch,.tools{display:none}
 .swatch,tr.changed>*,.bars i,.bars u{print-color-adjust:exact}
-.scroll,pre{max-height:none;overflow:visible}}
+pre{max-height:none;overflow:visible}}
 """
 
 SCRIPT = """

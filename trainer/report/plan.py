@@ -19,14 +19,18 @@ Bar = tuple[str, str, str, float]  # name, detail, value, share of the whole
 
 
 def forecast(run: Run) -> str:
-    """Returns the plan that the last part of a run was started with, and the truth."""
+    """Returns the forecast of the run's last part beside what was measured, folded."""
     found = run.forecast
     if found is None:
-        return section("Plan", absent("No forecast was recorded (forecast.json)."))
+        return ""
     if "plan" not in found:
-        return section("Plan", absent(f"There is no forecast: {found['reason']}."))
-    planned = f'<h3 class="table">What was planned</h3>{plan_parts(found["plan"])}'
-    return section("Plan", _against(run, found) + planned)
+        return section("Forecast", absent(f"There is none: {found['reason']}."))
+    parts = plan_parts(found["plan"])
+    return section(
+        "Forecast",
+        "<details><summary>Memory and time of a step: forecast, measured, and how the "
+        f"forecast was made</summary>{_against(run, found)}{parts}</details>",
+    )
 
 
 def write_plan(document: dict[str, Any], title: str, output: Path) -> None:
@@ -60,14 +64,12 @@ def plan_parts(document: dict[str, Any]) -> str:
 
 def _against(run: Run, found: dict[str, Any]) -> str:
     """Returns forecast and measured side by side; before the end, what is known."""
-    memory, since = found["plan"]["memory"]["peak"], ""
+    memory = found["plan"]["memory"]["peak"]
     measured = found.get("measured") or {
         "memory": None,
         "memory_of": "",
         "seconds": median_step_seconds(run.train, found["start"]),
     }
-    if found["start"]:
-        since = f'<p class="note">Of the steps since {found["start"] + 1}.</p>'
     rows = []
     for name, expected, truth, show, whose in (
         ("Memory of a device", memory, measured["memory"], human_bytes,
@@ -78,13 +80,14 @@ def _against(run: Run, found: dict[str, Any]) -> str:
         cells = ["not yet", ""]
         if truth:
             words = f"{show(truth)}, {whose}" if whose else show(truth)
-            cells = [escape(words), f"{expected / truth:.2f}"]
-        rows.append([name, show(expected), *cells])
-    headings = ["", "Forecast", "Found", "Forecast / found"]
-    far = "".join(
-        f'<p class="warning">{escape(line)}.</p>' for line in compare(found)[1:]
-    )
-    return table(headings, rows, numbers=(1, 2, 3)) + far + since
+            cells = [escape(words), f"{expected / truth:.2f}" if expected else ""]
+        rows.append([name, show(expected) if expected else "none", *cells])
+    notes = [f"{line}." for line in compare(found)[1:]]
+    if found["start"]:
+        notes.append(f"Of the steps since {found['start'] + 1}.")
+    headings = ["", "Forecast", "Measured", "Forecast / measured"]
+    shown = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    return table(headings, rows, numbers=(1, 2, 3)) + shown
 
 
 def _facts(document: dict[str, Any]) -> str:
@@ -146,11 +149,10 @@ def _work(document: dict[str, Any]) -> list[str]:
         (f"over {axes}", ", ".join(sorted(kinds[axes])), human_bytes(n), n / total)
         for axes, n in sorted(traffic.items(), key=lambda item: -item[1])
     ]
-    title = "Traffic of a device and step, payload"
-    return [
-        _bars("Work of a device and step", work),
-        _bars(title, sent) if sent else f'<h3 class="table">{title}: none</h3>',
-    ]
+    blocks = [_bars("Work of a device and step", work)]
+    if sent:  # one device sends nothing
+        blocks.append(_bars("Traffic of a device and step, payload", sent))
+    return blocks
 
 
 def _time(document: dict[str, Any]) -> str:

@@ -37,6 +37,9 @@ def table(
 ) -> str:
     """Returns an HTML table; cells are HTML, headings are text.
 
+    On a narrow page the cells of a row with more than two are stacked, each with its
+    heading, so that no table is wider than the page.
+
     Args:
       numbers: columns to align on the right.
       marked: for each row whether it stands out; empty for none.
@@ -49,11 +52,13 @@ def table(
     lines = []
     for number, (first, *rest) in enumerate(rows):
         cells = "".join(
-            f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds[1:], rest, strict=True)
+            f'<td{kind} data-name="{escape(heading)}">{cell}</td>'
+            for kind, heading, cell in zip(kinds[1:], headings[1:], rest, strict=True)
         )
         mark = ' class="changed"' if marked and marked[number] else ""
         lines.append(f'<tr{mark}><th scope="row">{first}</th>{cells}</tr>')
+    stacked = ' class="stacked"' if len(headings) > 2 else ""
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="frame"><table{stacked}><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )

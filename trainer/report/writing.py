@@ -5,10 +5,12 @@ from pathlib import Path
 
 from ..metrics import replace_text
 from . import sections
-from .data import read_run
+from .data import Run, read_run
+from .layout import sharding
 from .page import page
 from .pipeline import pipeline
 from .plan import forecast
+from .result import header
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -25,15 +27,23 @@ def write_report(run: Path, output: Path | None = None) -> Path:
         )
     now = datetime.datetime.now(datetime.UTC)
     body = [
-        sections.header(content),
+        header(content),
         sections.curves(content),
-        forecast(content),
-        pipeline(content),
         sections.sample(content),
+        sharding(content),
+        pipeline(content),
         sections.configuration(content),
-        sections.sharding(content),
         sections.environment(content),
-        f"<footer>Written {now:%Y-%m-%d %H:%M} UTC by meshloom report.</footer>",
+        forecast(content),
+        _footer(content, now),
     ]
     replace_text(output, page(f"{content.name} · Meshloom", "\n".join(body)))
     return output
+
+
+def _footer(run: Run, now: datetime.datetime) -> str:
+    missing = ""
+    if run.missing:
+        missing = f"<p>Not in this run folder: {', '.join(run.missing)}.</p>"
+    written = f"<p>Written {now:%Y-%m-%d %H:%M} UTC by meshloom report.</p>"
+    return f"<footer>{missing}{written}</footer>"

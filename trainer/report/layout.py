@@ -1,0 +1,112 @@
+"""The mesh of a run, and how its arrays are sharded over it."""
+
+from html import escape
+from typing import Any
+
+from ...sharding.text import human_bytes
+from .curves import short_number
+from .data import Run
+from .tables import code, plain_text, section, table
+
+_NUM_LARGEST = 12
+
+
+# The largest relative difference of a loss from one device, over the first steps of a
+# run, that we have seen: docs/training.md says on which meshes and models.
+_SAME_CURVE = {
+    "float32": "to about 1e-5",
+    "bfloat16": "to about 1e-3, because sums are rounded in another order",
+}
+
+
+def sharding(run: Run) -> str:
+    """Returns the mesh, the totals, the largest arrays and those not sharded at all."""
+    if run.sharding is None:
+        return ""
+    plan = run.sharding
+    facts = [["Mesh", _mesh(plan.get("mesh"))]]
+    for name, value in (plan.get("totals") or {}).items():
+        if not (name == "replicated_bytes" and _is_one_device(plan)):
+            title = name.replace("_", " ").capitalize()
+            facts.append([escape(title), _amount(name, value)])
+    arrays = sorted(plan.get("arrays", []), key=lambda a: -a.get("bytes", 0))
+    html = _precision(run) + table(["Property", "Value"], facts)
+    if arrays:
+        html += f'<h3 class="table">Largest arrays{_of(arrays)}</h3>'
+        html += _arrays(arrays, on_one_device=_is_one_device(plan))
+    # On one device no array is sharded, and that is no news.
+    whole = [array for array in arrays if array.get("ways") == 1]
+    if whole and not _is_one_device(plan):
+        html += f'<h3 class="table">Largest replicated arrays{_of(whole)}</h3>'
+        html += _arrays(whole, on_one_device=False)
+    return section("Mesh and sharding", html)
+
+
+def _precision(run: Run) -> str:
+    """Returns a sentence about what the run's type means for other meshes."""
+    dtype = run.config_value("model.compute_dtype")
+    if dtype not in _SAME_CURVE:
+        return ""
+    return (
+        f'<p class="note">Computed in {escape(dtype)}: on another mesh the first '
+        f"steps of this run give the same losses {_SAME_CURVE[dtype]}.</p>"
+    )
+
+
+def _is_one_device(plan: dict[str, Any]) -> bool:
+    mesh = plan.get("mesh")
+    return isinstance(mesh, dict) and all(size == 1 for size in mesh.values())
+
+
+def _of(arrays: list[dict[str, Any]]) -> str:
+    shown = min(len(arrays), _NUM_LARGEST)
+    return f", {shown} of {len(arrays)}" if len(arrays) > shown else ""
+
+
+def _arrays(arrays: list[dict[str, Any]], *, on_one_device: bool) -> str:
+    rows = []
+    for array in arrays[:_NUM_LARGEST]:
+        row = [
+            code(str(array.get("path", ""))),
+            escape(" × ".join(map(str, array.get("shape", ()))) or "scalar"),
+            escape(str(array.get("dtype", ""))),
+            _amount("bytes", array.get("bytes")),
+        ]
+        if not on_one_device:
+            row += [_amount("bytes", array.get("bytes_per_device")), _dimensions(array)]
+        rows.append(row)
+    headings = ["Array", "Shape", "Type", "Size"]
+    if not on_one_device:
+        headings += ["Per device", "Sharded"]
+    return table(headings, rows, numbers=(3, 4))
+
+
+def _dimensions(array: dict[str, Any]) -> str:
+    """Returns the sharded dimensions by name, each with its mesh axes."""
+    spec, axes = array.get("spec") or [], array.get("axes") or []
+    found = []
+    for number, mesh_axes in enumerate(spec):
+        if mesh_axes:
+            name = axes[number] if number < len(axes) else None
+            over = mesh_axes if isinstance(mesh_axes, list) else [mesh_axes]
+            shown = name or f"dimension {number}"
+            found.append(f"{shown} over {'+'.join(map(str, over))}")
+    ways = array.get("ways")
+    if not found:
+        return "no"
+    return escape(", ".join(found)) + (f" ({ways} ways)" if ways else "")
+
+
+def _mesh(mesh: Any) -> str:
+    if not isinstance(mesh, dict):
+        return escape("not recorded" if mesh is None else str(mesh))
+    used = [f"{name} {size}" for name, size in mesh.items() if size != 1]
+    return escape(" × ".join(used) or "one device")
+
+
+def _amount(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return escape("" if value is None else plain_text(value))
+    if "bytes" in name:
+        return human_bytes(value)
+    return short_number(value) if abs(value) >= 1e5 else escape(str(value))

@@ -1,0 +1,94 @@
+"""The head of a report: the state of the run and its result in a few figures."""
+
+from html import escape
+
+import numpy as np
+
+from ..progress import duration
+from .curves import short_number
+from .data import RATE, Run, columns, training_seconds
+
+Figure = tuple[str, str, str]  # name, value, note
+_NUM_LAST = 50
+_MAX_HELD_OUT = 3
+_TITLES = {"bits_per_byte": "Bits per byte, held out"}
+
+
+def header(run: Run) -> str:
+    """Returns the name, the state, what needs attention, and the figures."""
+    step, total = run.last_step, run.total_steps
+    if run.is_complete:
+        state = f"<b>Complete</b>: {step} steps"
+    elif total is None:
+        state = f"<b>At step {step}</b>"
+    else:
+        state = f"<b>At step {step}</b> of {total}"
+    figures = [*_training(run), *_held_out(run), *_speed(run)]
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{value}<small>{note}</small></dd></div>"
+        for name, value, note in figures
+    )
+    shown = f'<dl class="figures">{items}</dl>' if items else ""
+    return (
+        f'<header><p class="kicker">Meshloom run report</p><h1>{escape(run.name)}</h1>'
+        f'<p class="state">{state}</p>{_warning(run)}</header>{shown}'
+    )
+
+
+def _warning(run: Run) -> str:
+    steps, loss = columns(run.train).get("loss", (np.array([]), np.array([])))
+    bad = steps[~np.isfinite(loss)]
+    if len(bad) == 0:
+        return ""
+    which = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
+    return (
+        f'<p class="warning">The loss is not finite at {which}: a gap and a dashed '
+        "line in the charts.</p>"
+    )
+
+
+def _training(run: Run) -> list[Figure]:
+    """Returns the loss at the end: a mean, because single batches differ."""
+    found = columns(run.train).get("loss")
+    if found is None:
+        return []
+    steps, values = found[0][-_NUM_LAST:], found[1][-_NUM_LAST:]
+    finite = values[np.isfinite(values)]
+    mean = short_number(float(finite.mean())) if len(finite) else "not finite"
+    note = f"at step {steps[-1]}"
+    if len(steps) > 1:
+        last = short_number(float(values[-1]))
+        note = f"mean of steps {steps[0]} to {steps[-1]}; the last one {last}"
+    return [("Training loss", mean, note)]
+
+
+def _held_out(run: Run) -> list[Figure]:
+    """Returns the figures of the evaluation with the lowest loss."""
+    scored = [row for row in run.evals if np.isfinite(row.get("loss", np.nan))]
+    if not scored:
+        return []
+    best = min(scored, key=lambda row: row["loss"])
+    note = f"at step {best['step']}"
+    if len(scored) > 1:
+        note = f"lowest of {len(scored)}, {note}"
+    figures = [("Held-out loss", short_number(best["loss"]), note)]
+    for name in columns([best]):
+        if name != "loss":
+            title = _TITLES.get(
+                name, f"{name.replace('_', ' ').capitalize()}, held out"
+            )
+            figures.append((title, short_number(best[name]), f"at step {best['step']}"))
+    return figures[:_MAX_HELD_OUT]
+
+
+def _speed(run: Run) -> list[Figure]:
+    found, train = [], columns(run.train)
+    for name in train:
+        if name.endswith(RATE):
+            median = short_number(float(np.median(train[name][1])), digits=3)
+            unit = name.removesuffix(RATE).capitalize()
+            found.append((f"{unit} per second", median, "median"))
+    seconds = training_seconds(run.train)
+    if seconds is not None:
+        found.append(("Time", duration(seconds), "without interruptions"))
+    return found
