@@ -1,6 +1,7 @@
 """Sharding rules as a library: mesh, rules, resolver, plans. Imports jax only."""
 
 from .audit import audit as audit
+from .idle import idle_axes as idle_axes
 from .lint import lint as lint
 from .mesh import MeshSpec as MeshSpec
 from .naming import axes_for_state as axes_for_state

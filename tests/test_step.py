@@ -91,8 +91,7 @@ def test_microbatches_on_a_mesh_move_no_rows():
     mesh = MeshSpec(data=4, fsdp=2).make()
     rules = parse_plan("data+fsdp")
     shard = Sharder(mesh, rules)
-    rows = shard._sharding((32,), ("batch",), "compute")
-    batch = jax.device_put(batch_of(32), dict.fromkeys(("x", "y", "weights"), rows))
+    batch = shard.place(batch_of(32))
     run = step(shard=shard, num_microbatches=4)
     text = run.lower(new_state(), batch).compile().as_text()
     assert "all-reduce" in text

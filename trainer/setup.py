@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..sharding import Rules, Sharder, parse_plan
+from ..sharding import Rules, Sharder, idle_axes, parse_plan, resolve
 from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.text import human_bytes
 from . import compiler_options, sampling
@@ -198,13 +198,34 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
         eval_fn,
         pipeline,
     )
-    jax.eval_shape(step_fn, setup.abstract_state, setup.batch)
+    _refuse_idle_axes(setup, step_fn.trace(setup.abstract_state, setup.batch))
     if config.sample_prompt is not None:
         try:
             sampling.check(config, config.sample_prompt, config.sample_tokens)
         except ValueError as error:
             raise ValueError(f"sample_prompt and sample_tokens: {error}") from error
     return setup
+
+
+def _refuse_idle_axes(setup: Setup, traced: Any) -> None:
+    """Raises ValueError for a mesh axis that would only multiply the devices."""
+    axes = setup.config.model.batch_axes()
+    shapes = {name: x for name, x in setup.batch.items() if name in axes}
+    names = {name: axes[name] for name in shapes}
+    batch = resolve(
+        {"batch": shapes},
+        setup.rules,
+        setup.mesh,
+        axes={"batch": names},
+        role="compute",
+    )
+    layouts = [batch, setup.layout.params, setup.layout.opt_state]
+    for axis, reason in idle_axes(setup.rules, layouts, traced).items():
+        raise ValueError(
+            f"mesh axis {axis}={setup.mesh.shape[axis]}: {reason}. Give these devices "
+            f"to an axis that the plan {setup.config.plan!r} uses, such as data or "
+            "fsdp, or let the plan shard one of these dimensions over this axis."
+        )
 
 
 def _compile_anew() -> None:
