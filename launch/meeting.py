@@ -19,6 +19,7 @@ from .statuses import Unreachable
 
 LINE_BYTES = 4096  # of a greeting; whoever sends more is none of us
 RETRY_SECONDS = 0.05
+SERVICE_SECONDS, SERVICE_RETRY_SECONDS = 10.0, 0.005
 
 
 def resolve(place: Place) -> str:
@@ -74,6 +75,19 @@ def meet(
         assert bind is not None
         return _Reception(place, host, bind, has_gpus).run()
     return _attend(place, host, has_gpus)
+
+
+def wait_for_service(place: Place) -> None:
+    """Returns once process 0's jax listens; for the others, after they have met.
+
+    jax's client, where it is refused once, waits a second before it tries again.
+    """
+    deadline = time.monotonic() + SERVICE_SECONDS
+    while time.monotonic() < deadline:  # after that jax says what is wrong
+        with contextlib.suppress(OSError):
+            socket.create_connection(place.address, timeout=1).close()
+            return
+        time.sleep(SERVICE_RETRY_SECONDS)
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -99,9 +99,20 @@ class Restarts:
         self._suspect = None
 
     def _restart(self, what: str, how_often: str = "") -> Decision:
-        delay = self._first_delay * 2 ** min(max(self._count - 1, 0), 30)
-        delay = min(delay, self._longest_delay)
-        return Decision(f"{what} in {delay:g} s{how_often}", delay=delay)
+        return Decision(f"{what} {_when(self._delay)}{how_often}", delay=self._delay)
+
+    @property
+    def _delay(self) -> float:
+        """None after a first death; deaths that follow without progress wait longer."""
+        if self._count < 2:
+            return 0.0
+        return min(
+            self._first_delay * 2 ** min(self._count - 2, 30), self._longest_delay
+        )
+
+
+def _when(delay: float) -> str:
+    return f"in {delay:g} s" if delay else "at once"
 
 
 def _times(limit: int) -> str:

@@ -18,7 +18,8 @@ class Settings:
         the dead one, and jax swallows the SIGTERM.
       repeat_seconds: within this time a second signal to stop is the first one again.
         GNU timeout sends each twice, and schedulers may signal every process of a job.
-      first_delay, longest_delay: before a restart; it doubles from one to the next.
+      first_delay, longest_delay: before the second restart without progress, from
+        which on it doubles; the first comes at once.
     """
 
     processes: int

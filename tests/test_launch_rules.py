@@ -256,11 +256,12 @@ def attempt(restarts: Restarts, death: Ending | None, *, progress: bool = False)
     return restarts.after(death)
 
 
-def test_delays_double_up_to_the_longest():
+def test_a_first_restart_comes_at_once_and_delays_double_up_to_the_longest():
     restarts = Restarts(2, least=2, limit=100)
     delays = [attempt(restarts, died(n % 2)).delay for n in range(80)]
-    assert delays[:7] == [1, 2, 4, 8, 16, 30, 30] and delays[-1] == 30
-    assert attempt(restarts, died(0), progress=True).delay == 1
+    assert delays[:8] == [0, 1, 2, 4, 8, 16, 30, 30] and delays[-1] == 30
+    assert attempt(restarts, died(0), progress=True).delay == 0
+    assert attempt(restarts, died(0)).delay == 1
 
 
 def test_deaths_and_stalls_count_alike():

@@ -146,3 +146,15 @@ def test_a_name_that_means_loopback_here_does_not_serve_several_hosts(job, monke
     assert meeting.resolve(named) == "127.0.1.1"
     with pytest.raises(ValueError, match="node0, which is 127.0.1.1 here: other hosts"):
         meeting.resolve(dataclasses.replace(named, num_hosts=2))
+
+
+def test_the_others_wait_until_jax_listens(job):
+    """A gRPC client that is refused once waits a second before it tries again."""
+    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meeting.wait_for_service, of(job, 1))
+        time.sleep(0.2)
+        assert not waiting.done()
+        with socket.create_server(job.address):
+            waiting.result(timeout=5)
+    assert 0.2 <= time.monotonic() - began < 1

@@ -45,6 +45,8 @@ def initialize() -> None:
 
     has_gpus = gpus.num_installed() > 0 and jax.config.values["jax_platforms"] != "cpu"
     hosts = meeting.meet(place, host, bind, has_gpus=has_gpus)
+    if place.process_id != 0:
+        meeting.wait_for_service(place)
     _avoid_proxies(place.address[0])
     port = place.address[1]
     if bind is not None:

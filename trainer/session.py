@@ -16,6 +16,7 @@ from .data import Order, device_batches, throughput_unit
 from .hooks import Evaluate, Recorder, Save
 from .ledger import Ledger
 from .peaks import total_peak
+from .phases import Phases
 from .preemption import Preempted
 from .progress import Progress
 from .pulse import ALLOW_SECONDS, Pulse
@@ -41,6 +42,7 @@ class Session:
     console: Console
     hooks: Iterable[loop.Hook]
     should_leave: Callable[[int], bool] | None
+    phases: Phases
 
     def begin(self) -> Position:
         """From the newest checkpoint, or from nothing."""
@@ -50,6 +52,7 @@ class Session:
         if found is None:
             found = Position(0, self._new_state())
         self.pulse.beat()
+        self.phases.reached("restored")
         return found
 
     def _new_state(self) -> State:
@@ -70,6 +73,11 @@ class Session:
         self.console.print("Compiling the train step ...")
         step_fn = self.setup.compile()
         distributed.wait_for_all("compiled", COMPILE_SECONDS)
+        self.phases.reached("compiled")
+        phases = self.phases
+        self.ledger.event(
+            "phases", attempt=phases.attempt, times=phases.times, cpu=phases.cpu
+        )
         self.pulse.beat(allow=ALLOW_SECONDS)
         config, rewinds = self.setup.config, [0]  # the steps that were gone back to
         while True:

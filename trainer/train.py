@@ -25,6 +25,7 @@ from .config import tree as config_tree
 from .data import Source
 from .ledger import Ledger
 from .optimizers import Optimizer
+from .phases import Phases
 from .pipelining import Pipelining
 from .plan import forecast as forecast_lib
 from .plan.comparison import compare
@@ -198,6 +199,7 @@ def train(
     console: Console | None = None,
     hooks: Iterable[loop.Hook] = (),
     should_leave: Callable[[int], bool] | None = None,
+    phases: Phases | None = None,
 ) -> State:
     """Trains to config.num_steps in `workdir`, from its newest checkpoint if any.
 
@@ -207,9 +209,11 @@ def train(
       hooks: called beside the built-in ones.
       should_leave: asked after each step; where it says so, the run saves and raises
         preemption.Preempted. Must say the same in all processes.
+      phases: of the start of this process, to go on with.
     """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
+    phases = phases or Phases.of_this_process()
     called = rollcall.who_we_are(config)  # before anything that waits for the others
     distributed.connect()
     with contextlib.ExitStack() as held:
@@ -256,8 +260,17 @@ def train(
             event=ledger.event,
         )
         session = Session(
-            setup, folder, checkpoints, ledger, pulse, console, hooks, should_leave
+            setup,
+            folder,
+            checkpoints,
+            ledger,
+            pulse,
+            console,
+            hooks,
+            should_leave,
+            phases,
         )
+        phases.reached("ready")
         try:
             position = session.begin()
             state = position.state

@@ -16,11 +16,16 @@ DEFAULT_CONFIG = "default"
 def train(args: Namespace) -> int:
     import jax
 
-    from .. import distributed
+    from .. import distributed, preemption
+    from .. import train as train_lib
+    from ..phases import Phases
 
+    phases = Phases.of_this_process()
+    phases.reached("imported")
     if args.cpu_devices is not None:
         _use_cpu(args.cpu_devices)
     distributed.initialize()
+    phases.reached("joined")
     with distributed.all_or_none():
         loaded = _load(args)
         if args.steps is not None:
@@ -31,9 +36,6 @@ def train(args: Namespace) -> int:
     if args.dry_run:
         _dry_run(loaded.config, workdir, args.insist)
         return DONE
-    from .. import preemption
-    from .. import train as train_lib
-
     with preemption.listening() as should_leave:
         try:
             train_lib.train(
@@ -43,6 +45,7 @@ def train(args: Namespace) -> int:
                 config_text=loaded.text,
                 insist=args.insist,
                 should_leave=should_leave,
+                phases=phases,
             )
         except preemption.Preempted as error:
             print(f"meshloom: {error}. Run the same command again to continue.")

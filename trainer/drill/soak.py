@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...sharding.text import align
-from . import drill
+from . import drill, timing
 from .job import Failed, Job, Plan, running
 
 
@@ -23,6 +23,7 @@ class Soak:
 
     Attributes:
       seconds: of each recovery, from the kill to the next new step.
+      spans: where the seconds of each went, see timing.
       span: seconds from the first step to the last recovery.
       result: what was computed, against a run without kills.
       problem: why it failed; "" if it did not.
@@ -30,6 +31,7 @@ class Soak:
 
     kills: int
     seconds: list[float]
+    spans: list[dict[str, float]] = dataclasses.field(default_factory=list)
     span: float = 0.0
     result: drill.Result | None = None
     problem: str = ""
@@ -56,7 +58,8 @@ class Soak:
                 ("losses", self.result.losses),
             ]
         verdict = f"FAILED: {self.problem}" if self.problem else "as without kills"
-        return f"{align(rows)}\nsoak: {verdict}"
+        parts = [timing.table(self.spans), align(rows), f"soak: {verdict}"]
+        return "\n".join(filter(None, parts))
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -119,8 +122,10 @@ def _strike(
             pause = max(0.0, begin + number * every - time.monotonic())
         time.sleep(pause)
         worker = chance.randrange(len(job.pids))
-        struck = job.strike(worker)
+        wall, struck = time.time(), job.strike(worker)
         time.sleep(0.2)
-        found.seconds.append(job.wait_for_step(job.step + 1) - struck)
+        seconds = job.wait_for_step(job.step + 1) - struck
+        found.seconds.append(seconds)
+        found.spans.append(timing.spans(job, wall, wall + seconds))
         say(f"kill {number}, worker {worker}: back in {found.seconds[-1]:.1f} s")
     found.span = time.monotonic() - begin
