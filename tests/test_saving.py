@@ -106,7 +106,7 @@ def test_a_failure_in_the_background_is_said_once_with_its_step(
         checkpoints.save(3, trained(layout, mesh, 3))
     line = (
         f"the checkpoint of step 2 was not written to {tmp_path}: the store is on "
-        "strike. The newest that is whole there is of step 1. Mend that, then run the "
+        "strike. The newest that is whole there is of step 1. Fix that, then run the "
         "same command again to continue."
     )
     assert str(error.value) == line

@@ -12,6 +12,7 @@ from meshloom.sharding.naming import path_name
 from meshloom.trainer import metrics, weights
 from meshloom.trainer.checkpoint_tools import Stored
 from meshloom.trainer.config import files as config_files
+from meshloom.trainer.failures import CorruptCheckpoint
 from meshloom.trainer.setup import prepare
 from meshloom.trainer.train import Config
 
@@ -115,14 +116,14 @@ def test_damaged_and_missing_weights_are_refused(other, tmp_path, monkeypatch, c
     assert digest(copy) == before
 
     def torn(*args):
-        raise OSError("a file is torn\nat byte 7")
+        raise CorruptCheckpoint(f"checkpoint {copy}/checkpoints/4 cannot be read: torn")
 
     # Threads of tensorstore that give up a real read make noise that ends a test.
     monkeypatch.setattr(weights, "restore_params", torn)
     argv = [*argv, *sets_of(f'init_from="{copy}/checkpoints/4"'), "--insist"]
     line = refused(capfd, argv)
     assert line == (
-        f"init_from: checkpoint {copy}/checkpoints/4 cannot be read: a file is torn. "
+        f"init_from: checkpoint {copy}/checkpoints/4 cannot be read: torn. "
         "Choose another."
     )
     argv = [*train(tmp_path / "new"), *sets_of(f'init_from="{tmp_path}/none"')]

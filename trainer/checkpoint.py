@@ -17,13 +17,17 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from . import distributed, holds, manifest, retention
-from .save_errors import GONE, quiet_logs, save_failed
+from . import distributed, holds, manifest, reading, retention
+from .failures import CorruptCheckpoint
+from .save_barrier import SaveBarrier
+from .save_errors import GONE, SaveFailed, quiet_logs, save_failed
 from .save_stall import Stall
 from .state import Layout, State, placed
 from .storage import location
 
 STATE = "state"  # the folder of a step that holds the arrays
+# For all processes to read their parts: from the first that has its own, to the last.
+READ_SECONDS = 1200.0
 
 
 def no_event(kind: str, **facts: Any) -> None:
@@ -58,6 +62,7 @@ class Checkpoints:
         self.folder = location(folder)
         self._event = event
         self._losses: dict[int, float | None] = {}
+        self._barrier = SaveBarrier(lambda error: self._failed(self._saving, error))
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -73,6 +78,7 @@ class Checkpoints:
                 # wait for them for 20 minutes, and the process does not end.
                 async_options=ocp.AsyncOptions(
                     create_directories_asynchronously=False,
+                    barrier_sync_fn=self._barrier,
                     # Called before the step counts, whatever its name says.
                     post_finalization_callback=self._before_commit,
                 ),
@@ -124,6 +130,7 @@ class Checkpoints:
             manifest.ITEM: ocp.args.JsonSave(made),
         }
         self._saving = step
+        holds.reached("write", step, jax.process_index())
         try:
             started = self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError) as error:
@@ -156,64 +163,73 @@ class Checkpoints:
             raise failed from error
         self._event("commit", step=step)
 
-    def _failed(self, step: int, error: Exception) -> OSError:
+    def _failed(self, step: int, error: Exception) -> SaveFailed:
+        """The error to raise, here and in the processes that wait for this one."""
+        if isinstance(error, SaveFailed):
+            return error
         if _place(self.folder) != self._place:
-            return save_failed(step, self.folder, GONE, [])
-        return save_failed(step, self.folder, error, committed_steps(self.folder))
+            failed = save_failed(step, self.folder, GONE, [])
+        else:
+            try:
+                whole = committed_steps(self.folder)
+            except OSError:
+                whole = None
+            failed = save_failed(step, self.folder, error, whole)
+        self._barrier.fail(failed)
+        return failed
 
     def _loss_of(self, step: int) -> float | None:
         """The held-out loss of a step, from its manifest if it was saved before."""
-        if step not in self._losses:
+        if step not in self._losses and (self.folder / str(step)).exists():
             try:
                 found = manifest.read(self.folder, step)
             except ValueError:  # damaged, or of another version
                 found = {}
             self._losses[step] = found.get(manifest.LOSS)
-        return self._losses[step]
+        return self._losses.get(step)
 
     def restore(self, step: int, layout: Layout, mesh: Any) -> State:
         """The state of a step, straight into the layout of this mesh.
 
-        Raises CorruptCheckpoint where it is not what was saved, and ValueError where
-        it is the state of another model or optimizer.
+        Every process must call this, and all end alike, whatever one of them meets:
+        CorruptCheckpoint where it is not what was saved, Unreadable where storage did
+        not give it, ValueError where it is the state of another model or optimizer.
         """
         target = layout.placed(mesh)._asdict()
         where = f"checkpoint {self.folder / str(step)}"
-        saved = manifest.read(self.folder, step)
-        if lines := manifest.misfits(saved, target):
-            raise ValueError(
-                f"{where} does not fit this config, in {len(lines)} arrays. Use the "
-                "config that it was saved with, or another --workdir:\n"
-                + "\n".join(lines)
-            )
-        items = {STATE: ocp.args.StandardRestore(target)}
-        try:
-            found = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:  # of tensorstore and orbax, of many types
-            reason = str(error).splitlines()[0]
-            raise manifest.CorruptCheckpoint(
-                f"{where} cannot be read: {reason}"
-            ) from error
-        tree = found[STATE]
+        with distributed.all_or_none(f"restore {step}", READ_SECONDS):
+            saved, tree = self._read(step, target)
         holds.reached("restore", step, jax.process_index())
         if paths := manifest.differences(saved, tree):
-            raise manifest.CorruptCheckpoint(
+            raise CorruptCheckpoint(
                 f"{where} is not what was saved: the digests of {len(paths)} arrays "
                 f"differ, first {paths[0]}"
             )
         return State(**tree)
 
+    def _read(self, step: int, target: Any) -> tuple[dict[str, Any], Any]:
+        """The manifest, and this process's part of the arrays."""
+        saved = manifest.read(self.folder, step)
+        path = self.folder / str(step)
+        if lines := manifest.misfits(saved, target):
+            raise ValueError(
+                f"checkpoint {path} does not fit this config, in {len(lines)} arrays. "
+                "Use the config that it was saved with, or another --workdir:\n"
+                + "\n".join(lines)
+            )
+        return saved, reading.read_tree(path / STATE, target)
+
     def set_aside(self, step: int, why: str = "corrupt") -> epath.Path:
         """Renames a committed step, so that it counts no longer; the new path.
 
-        Of a job of several processes all must call it; the first renames.
+        Every process must call this; the first renames.
         """
         path, aside = self.folder / str(step), self.folder / f"{why}-{step}"
-        if jax.process_index() == 0:
-            if aside.exists():
-                aside.rmtree()
-            path.rename(aside)
-        distributed.wait_for_all(f"set aside {step}")
+        with distributed.all_or_none(f"set aside {step}"):
+            if jax.process_index() == 0:
+                if aside.exists():
+                    aside.rmtree()
+                path.rename(aside)
         self._manager.reload()
         return aside
 
@@ -228,6 +244,11 @@ class Checkpoints:
         was_running = not commit.done()
         commit.result()
         return step if was_running else None
+
+    def raise_if_failed(self) -> None:
+        """Raises SaveFailed where a save has failed in the background; never waits."""
+        if self._running is not None and self._running[1].done():
+            self.wait()
 
     def close(self) -> None:
         try:
@@ -285,19 +306,10 @@ def _is_committed(path: epath.Path) -> bool:
 def restore_params(
     folder: epath.PathLike, step: int, params: Any, shardings: Any
 ) -> Any:
-    """The parameters alone, without the optimizer's state.
+    """The parameters alone, without the optimizer's state; waits for nobody.
 
     Args:
       params: the parameters as ShapeDtypeStructs.
     """
     target = {"params": placed(params, shardings)}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(
-            location(folder) / str(step) / STATE,
-            args=ocp.args.PyTreeRestore(
-                item=target,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                partial_restore=True,
-            ),
-        )
-    return tree["params"]
+    return reading.read_tree(location(folder) / str(step) / STATE, target)["params"]

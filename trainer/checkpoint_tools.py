@@ -21,6 +21,7 @@ from ..sharding.text import align, human_bytes
 from . import manifest
 from .checkpoint import STATE, committed_steps
 from .digest import tree_digests
+from .failures import CorruptCheckpoint, Unreadable
 from .run_folder import RunFolder
 from .storage import is_remote, location
 
@@ -147,7 +148,7 @@ def verify(stored: Stored) -> list[str]:
     """What is wrong with a committed step, one line each; [] if nothing."""
     try:
         expected = stored.manifest()["arrays"]
-    except manifest.CorruptCheckpoint as error:
+    except (CorruptCheckpoint, Unreadable) as error:
         return [str(error)]
     seen, lines = set(), []
     try:

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..launch import progress_file
 from ..launch.masking import masked_command
-from ..launch.statuses import UNREACHABLE, Unreachable
+from ..launch.statuses import BAD_INPUT, DONE, PREEMPTED, UNREACHABLE, Unreachable
+from . import failures
 from .commands import certify as cli_certify
 from .commands import ckpt as cli_ckpt
 from .commands import doctor as cli_doctor
@@ -16,8 +18,6 @@ from .commands import drill as cli_drill
 from .commands import ledger as cli_ledger
 from .commands import plan as cli_plan
 
-# Exit status for input that a person can mend; 1 stays for defects of our own.
-BAD_INPUT = 2
 # What shells report for Ctrl-C, and for a pipe whose reader has gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
@@ -40,6 +40,28 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    status = _run(args)
+    if status not in (DONE, PREEMPTED):
+        _end_process_of_job(status)
+    return status
+
+
+def _end_process_of_job(status: int) -> None:
+    """Ends this process if it is one of several; the others may wait for it.
+
+    On the usual way out jax waits for them in turn, and what ends the job first would
+    be one of their watchdogs, with a status that does not say why.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return
+    if jax.process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(progress_file.leave(status))
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         status = args.run(args) or 0
         sys.stdout.flush()
@@ -55,10 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"meshloom: {error}", file=sys.stderr)
         return UNREACHABLE
     except (ValueError, FloatingPointError, OSError) as error:
-        if os.environ.get("MESHLOOM_TRACEBACK") or not _is_meant_for_user(error):
+        is_told = isinstance(error, OSError) or failures.is_ours(error)
+        if os.environ.get("MESHLOOM_TRACEBACK") or not is_told:
             raise
         print(f"meshloom: {_words(error)}", file=sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT if failures.is_for_the_user(error) else UNREACHABLE
 
 
 def _words(error: Exception) -> str:
@@ -68,21 +91,9 @@ def _words(error: Exception) -> str:
     remedy = ""
     if error.errno == errno.ENOSPC:
         remedy = ". Free some space, then run the same command again to continue"
+    elif not failures.is_for_the_user(error):
+        remedy = ". It may pass: run the same command again to continue"
     return f"{what}{error.strerror}{remedy}"
-
-
-def _is_meant_for_user(error: Exception) -> bool:
-    """Errors of the file system, and those that our own code raised.
-
-    A ValueError from inside a library is a defect that wants its traceback.
-    """
-    if isinstance(error, OSError):
-        return True
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
-    return module.startswith("meshloom.")
 
 
 def _parser() -> argparse.ArgumentParser:

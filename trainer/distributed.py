@@ -12,6 +12,8 @@ from typing import Any
 from ..launch import gpus, meeting
 from ..launch import place as place_lib
 from ..launch.statuses import Unreachable
+from . import failures
+from .failures import CorruptCheckpoint, Unreadable
 
 # How long a process that leaves waits for the others. Processes that trained leave
 # together; one that leaves with an error ends the job for all after this time.
@@ -166,30 +168,56 @@ def name(process: int) -> str:
 
 
 @contextlib.contextmanager
-def all_or_none() -> Iterator[None]:
-    """A block that ends well in every process of the job, or with an error in each.
+def all_or_none(what: str = "ready", seconds: float = WAIT_SECONDS) -> Iterator[None]:
+    """A block that ends well in every process of the job, or fails alike in each.
 
     A process that gives up alone leaves the others waiting in their next collective.
     Every process must come here, and the block must hold no collective of its own. It
     needs none itself: processes that differ in devices can meet here too.
+
+    Where processes fail in different ways, all raise the first of these that any has
+    met: what the user must fix (ValueError), CorruptCheckpoint, Unreadable. Anything
+    else is raised where it happened, and is Unreachable to the others.
     """
     error = None
     try:
         yield
     except Exception as raised:
         error = raised
-    failed = consult("ready", {"failed": error is not None}, _failures)["processes"]
-    if error is not None:
+    kind = _kind(error)
+    report = {"kind": kind, "reason": str(error or "")}
+    worst = consult(what, report, _worst, seconds)
+    if not worst["kind"]:
+        return
+    if error is not None and worst["kind"] in (kind, OTHER):
         raise error
-    if failed:
-        raise ValueError(
-            f"{name(failed[0])} of this job cannot start; it says why. Mend that and "
-            "start all processes again."
-        )
+    raise ERRORS.get(worst["kind"], Unreachable)(
+        f"{name(worst['process'])} of this job failed, and all others with it: "
+        f"{worst['reason']}"
+    )
 
 
-def _failures(reports: list[Report]) -> Report:
-    return {"processes": [p for p, report in enumerate(reports) if report["failed"]]}
+# In this order: what is wrong whatever the others have met comes first.
+FIX, CORRUPT, UNREADABLE, OTHER = "fix", "corrupt", "unreadable", "other"
+ERRORS = {FIX: ValueError, CORRUPT: CorruptCheckpoint, UNREADABLE: Unreadable}
+
+
+def _kind(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, CorruptCheckpoint):
+        return CORRUPT
+    if failures.is_for_the_user(error):
+        return FIX
+    return UNREADABLE if isinstance(error, Unreadable) else OTHER
+
+
+def _worst(reports: list[Report]) -> Report:
+    for kind in (FIX, CORRUPT, UNREADABLE, OTHER):
+        for process, report in enumerate(reports):
+            if report["kind"] == kind:
+                return report | {"process": process}
+    return {"kind": ""}
 
 
 def consult(

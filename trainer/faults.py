@@ -36,6 +36,13 @@ def lose_a_file(step: Path) -> Path:
     return file
 
 
+def make_unreadable(step: Path) -> Path:
+    """Makes the system fail whoever opens a file of an array."""
+    file = lose_a_file(step)
+    file.symlink_to(file)
+    return file
+
+
 def _middle_of_largest_piece(step: Path) -> tuple[Path, int]:
     """The file and the place in it of the largest piece of an array.
 

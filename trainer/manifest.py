@@ -16,15 +16,12 @@ from etils import epath
 
 from ..sharding.naming import path_name
 from .digest import tree_digests
+from .reading import judged
 from .storage import location
 
 FORMAT = 1
 ITEM = "manifest"  # the folder of a step that holds it
 LOSS = "held_out_loss"  # of the same step, where it was measured
-
-
-class CorruptCheckpoint(ValueError):
-    """A committed checkpoint whose arrays are not those that were saved."""
 
 
 def make(step: int, tree: Any, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,10 +54,8 @@ def read(folder: epath.PathLike, step: int) -> dict[str, Any]:
     path = location(folder) / str(step) / ITEM / "metadata"
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(
-            f"checkpoint {path.parents[1]}: its manifest cannot be read ({error})"
-        ) from error
+    except Exception as error:  # of a bucket's client too, of many types
+        raise judged(error, path.parent) from error
     if found.get("format") != FORMAT:
         raise ValueError(
             f"{path}: expected a manifest of format {FORMAT}, found "

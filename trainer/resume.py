@@ -1,13 +1,15 @@
 """Where a run goes on: from its newest checkpoint that is what was saved."""
 
 import dataclasses
+import itertools
 
 from rich.console import Console
 
+from ..launch.statuses import Unreachable
 from . import distributed, manifest
 from .checkpoint import Checkpoints, committed_steps
+from .failures import CorruptCheckpoint, Unreadable
 from .ledger import Ledger
-from .manifest import CorruptCheckpoint
 from .setup import Setup
 from .state import State
 
@@ -38,42 +40,98 @@ def restore_newest(
 ) -> Position | None:
     """The newest checkpoint, of a step before `before` if given; None with none.
 
-    A checkpoint that is not what was saved is set aside, with a line that says so, and
-    the one before it is taken. All processes of a job take the same.
+    All processes of a job take the same, whatever one of them meets. A checkpoint that
+    is not what was saved is set aside, with a line that says so, and the one before it
+    is taken. One that storage does not give may still be whole: the attempt ends, to be
+    made again. Where the next attempt cannot read it either, the one before it is
+    tried, and only when that could be read is the newer one set aside.
     """
-    while step := distributed.agree("step", _newest(checkpoints, before)):
-        state, reason = None, ""
+    unreadable: list[tuple[int, str]] = []
+    while step := _newest(checkpoints, before):
         try:
             state = checkpoints.restore(step, setup.layout, setup.mesh)
         except CorruptCheckpoint as error:
-            reason = str(error)
-        if not distributed.any_process(state is None):
-            assert state is not None
-            saved = manifest.read(checkpoints.folder, step)
-            position = Position(
-                step,
-                setup.layout.arranged(state, setup.mesh),
-                _batches_ahead(saved, step, setup.config.batch_size),
-            )
-            # Of the arrays that training goes on with, not of what the manifest says.
-            canonical = setup.layout.canonical(position.state, setup.mesh)
-            ledger.event(
-                "restore",
-                step=step,
-                batch=step + position.batches_ahead,
-                state=manifest.tree_digest(canonical._asdict()),
-            )
-            return position
-        reason = reason or f"another process cannot read checkpoint {step}"
-        aside = checkpoints.set_aside(step)
-        console.print(f"{reason}. Set aside as {aside}.", markup=False)
-        ledger.event("set_aside", step=step, reason=reason)
+            _set_aside(checkpoints, step, str(error), "corrupt", ledger, console)
+            continue
+        except Unreadable as error:
+            if not _was_unreadable(step, ledger):
+                ledger.event("unreadable", step=step, reason=str(error))
+                raise Unreachable(
+                    f"{error}. Nothing was changed. Run the same command again to "
+                    "continue; if it cannot be read then either, an older checkpoint "
+                    "is taken."
+                ) from error
+            unreadable.append((step, str(error)))
+            before = step
+            continue
+        for later, reason in unreadable:
+            _set_aside(checkpoints, later, reason, "unreadable", ledger, console)
+        return _position(checkpoints, step, state, setup, ledger)
+    if unreadable:
+        step, reason = unreadable[0]
+        raise Unreachable(
+            f"{reason}. No older checkpoint can be read either. Nothing was changed. "
+            "Run the same command again when the storage answers."
+        )
     return None
 
 
+def _position(
+    checkpoints: Checkpoints, step: int, state: State, setup: Setup, ledger: Ledger
+) -> Position:
+    saved = manifest.read(checkpoints.folder, step)
+    position = Position(
+        step,
+        setup.layout.arranged(state, setup.mesh),
+        _batches_ahead(saved, step, setup.config.batch_size),
+    )
+    # Of the arrays that training goes on with, not of what the manifest says.
+    canonical = setup.layout.canonical(position.state, setup.mesh)
+    ledger.event(
+        "restore",
+        step=step,
+        batch=step + position.batches_ahead,
+        state=manifest.tree_digest(canonical._asdict()),
+    )
+    return position
+
+
+def _set_aside(
+    checkpoints: Checkpoints,
+    step: int,
+    reason: str,
+    why: str,
+    ledger: Ledger,
+    console: Console,
+) -> None:
+    aside = checkpoints.set_aside(step, why)
+    console.print(f"{reason}. Set aside as {aside}.", markup=False)
+    ledger.event("set_aside", step=step, reason=reason)
+
+
 def _newest(checkpoints: Checkpoints, before: int | None) -> int:
-    steps = committed_steps(checkpoints.folder)
-    return max((s for s in steps if before is None or s < before), default=0)
+    """The newest step as process 0 sees it; 0 for none.
+
+    Others may see a shared folder as it was a second ago.
+    """
+
+    def judge(_) -> dict[str, int]:
+        steps = committed_steps(checkpoints.folder)
+        return {"step": max((s for s in steps if not before or s < before), default=0)}
+
+    return distributed.consult("newest checkpoint", {}, judge)["step"]
+
+
+def _was_unreadable(step: int, ledger: Ledger) -> bool:
+    """Whether an attempt since the last restore has tried this step in vain."""
+
+    def judge(_) -> dict[str, bool]:
+        rows = reversed(ledger.read())
+        since = itertools.takewhile(lambda row: row["event"] != "restore", rows)
+        tried = (row["step"] for row in since if row["event"] == "unreadable")
+        return {"tried": step in tried}
+
+    return distributed.consult("unreadable checkpoint", {}, judge)["tried"]
 
 
 def _batches_ahead(saved: dict, step: int, batch_size: int) -> int:

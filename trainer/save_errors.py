@@ -5,6 +5,8 @@ import logging
 import os
 from collections.abc import Sequence
 
+from . import failures
+
 # What the system says, and what a person can do about it. Orbax and tensorstore quote
 # these words in errors of other types.
 REMEDIES = {
@@ -22,17 +24,17 @@ class SaveFailed(OSError):
 
 
 def save_failed(
-    step: int, folder: object, error: Exception | str, whole: Sequence[int]
+    step: int, folder: object, error: Exception | str, whole: Sequence[int] | None
 ) -> SaveFailed:
     """The error to raise.
 
     Args:
       error: what was raised, or the reason in words.
-      whole: steps that are committed in the folder.
+      whole: steps that are committed in the folder; None if that cannot be seen.
     """
     text = str(error)
     reason = next((words for words in REMEDIES if words in text), None)
-    remedy = REMEDIES.get(reason or "", "Mend that")
+    remedy = REMEDIES.get(reason or "", "Fix that")
     if reason is None:
         reason = (text.splitlines() or [type(error).__name__])[0]
     if reason == GONE:
@@ -40,12 +42,16 @@ def save_failed(
         left = "What was saved there before went with it"
     elif whole:
         left = f"The newest that is whole there is of step {whole[-1]}"
+    elif whole is None:
+        left = "What is whole there cannot be seen"
     else:
         left = "None is whole there"
-    return SaveFailed(
+    failed = SaveFailed(
         f"the checkpoint of step {step} was not written to {folder}: {reason}. {left}. "
         f"{remedy}, then run the same command again to continue."
     )
+    failed.errno = failures.errno_of(error) if reason != GONE else errno.ENOENT
+    return failed
 
 
 def quiet_logs() -> None:

@@ -164,7 +164,7 @@ class Session:
                     record=record,
                     record_every=config.log_every,
                     hooks=[self._alive(hook) for hook in (*hooks, *self.hooks)],
-                    started=lambda step, row: self.pulse.started(step, row["loss"]),
+                    started=self._started,
                     should_leave=self.should_leave,
                 )
         except loop.Leave as leave:
@@ -177,6 +177,11 @@ class Session:
         finally:
             for writer in writers:
                 writer.close()
+
+    def _started(self, step: int, row: dict[str, jax.Array]) -> None:
+        self.pulse.started(step, row["loss"])
+        # At once, and not when the next save is due: until then all work may be lost.
+        self.checkpoints.raise_if_failed()
 
     @property
     def _units(self) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from typing import Any
 from . import distributed, manifest
 from .checkpoint import latest_step, restore_params
 from .checkpoint_tools import Stored
+from .failures import CorruptCheckpoint
 from .run_folder import RunFolder
 from .setup import Setup
 from .state import State
@@ -44,22 +45,19 @@ def begin(stored: Stored, setup: Setup) -> tuple[State, str]:
     """A new state with the weights of a checkpoint, and what was taken, in words."""
     layout, mesh = setup.layout, setup.mesh
     where = f"init_from: checkpoint {stored.path}"
-    params, reason = None, None
     try:
-        params = restore_params(
-            stored.folder,
-            stored.step,
-            layout.abstract.params,
-            layout.params.shardings(mesh),
-        )
-    except Exception as error:  # of tensorstore and orbax, of many types
-        reason = f"{where} cannot be read: {str(error).splitlines()[0]}"
-    # Before the digests: a process that gives up alone leaves the others waiting.
-    if distributed.any_process(params is None):
-        reason = reason or f"{where}: another process of this job cannot read it"
-        raise manifest.CorruptCheckpoint(f"{reason}. Choose another.")
+        # Before the digests: a process that gives up alone leaves the others waiting.
+        with distributed.all_or_none("init_from"):
+            params = restore_params(
+                stored.folder,
+                stored.step,
+                layout.abstract.params,
+                layout.params.shardings(mesh),
+            )
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"init_from: {error}. Choose another.") from error
     if paths := manifest.differences(stored.manifest(), {"params": params}):
-        raise manifest.CorruptCheckpoint(
+        raise CorruptCheckpoint(
             f"{where} is not what was saved: the digests of {len(paths)} arrays "
             f"differ, first {paths[0]}. Choose another."
         )

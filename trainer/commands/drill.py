@@ -22,7 +22,13 @@ def add(commands, command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="as of train"
     )
-    parser.add_argument("--mesh", metavar="SIZES", help="as of train")
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        default=[""],
+        metavar="SIZES[@PROCESSES]",
+        help="as of train; data=2,fsdp=2@4 is in 4 processes. Of several, a table",
+    )
     parser.add_argument(
         "--faults", nargs="+", metavar="NAME", help="some of them; default: all"
     )
@@ -59,7 +65,6 @@ def _drill(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     from ..drill import drill, soak
     from ..drill.faults import FAULTS
-    from ..drill.job import Plan
 
     if args.list:
         print("\n".join(FAULTS))
@@ -69,39 +74,60 @@ def _drill(args: argparse.Namespace) -> int:
         raise ValueError(
             f"fault {unknown[0]!r} is unknown; meshloom drill --list names them all"
         )
-    least = 4 * args.save_every
-    if args.processes < 2 or args.save_every < 1 or args.steps < least:
-        raise ValueError(
-            f"a drill needs at least 2 processes and {least} steps (four times "
-            f"--save-every), got {args.processes} and {args.steps}"
-        )
+    plans = [_plan(args, mesh) for mesh in args.mesh]
+    if args.soak and len(plans) > 1:
+        raise ValueError(f"a soak takes one --mesh, got {len(plans)}: {args.mesh}")
     if args.workdir.exists() and any(args.workdir.iterdir()):
         raise ValueError(
             f"{args.workdir} is not empty. Remove it, or choose another --workdir."
         )
-    train = [
-        *(part for name in args.config or ["drill"] for part in ("--config", name)),
-        *(part for text in args.set for part in ("--set", text)),
-        *(("--mesh", args.mesh) if args.mesh else ()),
-    ]
-    plan = Plan(
-        tuple(train),
-        processes=args.processes,
-        cpu_devices=args.cpu_devices,
-        num_steps=args.steps,
-        save_every=args.save_every,
-    )
     workdir = args.workdir.absolute()
 
     def say(text: str) -> None:
         print(text, flush=True)
 
     if args.soak:
-        found = soak.run(plan, workdir, args.soak, args.every, args.seed, say)
+        found = soak.run(plans[0], workdir, args.soak, args.every, args.seed, say)
         print(found)
         found.write(workdir / "soak.json")
         return FAILED if found.problem else 0
-    results = drill.run(plan, workdir, names, say)
+    results = []
+    for number, plan in enumerate(plans):
+        folder = workdir / str(number) if len(plans) > 1 else workdir
+        results += drill.run(plan, folder, names, say)
     drill.write(workdir / "drill.json", results)
     print(drill.table(results))
     return FAILED if any(result.problem for result in results) else 0
+
+
+def _plan(args: argparse.Namespace, text: str):
+    """How jobs are run on a mesh such as "fsdp=2" or "fsdp=4@4"."""
+    from ...sharding import MeshSpec
+    from ..drill.job import Plan
+
+    mesh, at, count = text.partition("@")
+    if at and not count.isdigit():
+        raise ValueError(
+            f"--mesh {text}: expected a number of processes after @, found {count!r}. "
+            "Write it as fsdp=4@4."
+        )
+    processes, least = int(count or args.processes), 4 * args.save_every
+    if processes < 2 or args.save_every < 1 or args.steps < least:
+        raise ValueError(
+            f"a drill needs at least 2 processes and {least} steps (four times "
+            f"--save-every), got {processes} and {args.steps}"
+        )
+    if mesh:
+        MeshSpec.parse(mesh).abstract(processes * args.cpu_devices)
+    train = [
+        *(part for name in args.config or ["drill"] for part in ("--config", name)),
+        *(part for text in args.set for part in ("--set", text)),
+    ]
+    return Plan(
+        tuple(train),
+        mesh,
+        processes=processes,
+        cpu_devices=args.cpu_devices,
+        num_steps=args.steps,
+        save_every=args.save_every,
+    )

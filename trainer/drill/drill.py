@@ -15,8 +15,9 @@ from pathlib import Path
 from ...sharding.text import align
 from .. import certificate, ledger_audit
 from ..ledger import Ledger
-from .faults import FAULTS, ON_ANOTHER_MESH, can_mount
+from .faults import FAULTS, NEEDS_MOUNTS, ON_ANOTHER_MESH
 from .job import Failed, Plan, running
+from .storage_faults import can_mount
 
 # Of losses on another mesh, over the first steps there, in float32.
 DRIFT, DRIFT_STEPS = 1e-5, 20
@@ -29,11 +30,13 @@ class Result:
     Attributes:
       seconds: from the fault to the next step that was new.
       recomputed: steps that were done again.
+      mesh: of the job; "" for the config's.
       problem: why it is not recovered; "" if it is.
       skipped: why it could not be tried here; "" if it was.
     """
 
     fault: str
+    mesh: str = ""
     seconds: float | None = None
     recomputed: int | None = None
     state: str = ""
@@ -53,7 +56,7 @@ def reference(plan: Plan, folder: Path) -> None:
         if status := job.finish():
             raise ValueError(
                 f"the run without faults ended with status {status}; see {job.log}. "
-                "Mend that before a drill."
+                "Fix that before a drill."
             )
 
 
@@ -61,7 +64,10 @@ def run(
     plan: Plan, workdir: Path, names: Iterable[str], say: Callable[[str], None]
 ) -> list[Result]:
     """Runs the faults one after the other; keeps the folders of those that failed."""
-    say(f"without faults: {plan.num_steps} steps, {plan.processes} processes")
+    say(
+        f"{plan.mesh or 'mesh of the config'}, without faults: {plan.num_steps} steps, "
+        f"{plan.processes} processes"
+    )
     whole = workdir / "reference"
     reference(plan, whole)
     results = []
@@ -76,16 +82,14 @@ def run(
 
 
 def _try(plan: Plan, name: str, folder: Path, whole: Path) -> Result:
-    if name == "full-disk" and not can_mount():
-        return Result(name, skipped="no small disk can be mounted here")
-    if name == "other-mesh" and plan.processes < 2:
-        return Result(name, skipped="needs at least 2 processes")
+    if name in NEEDS_MOUNTS and not can_mount():
+        return Result(name, plan.mesh, skipped="nothing can be mounted here")
     try:
         seconds = FAULTS[name](plan, folder)
     except Failed as error:
-        return Result(name, problem=str(error))
+        return Result(name, plan.mesh, problem=str(error))
     found = compare(folder, whole, same_mesh=name not in ON_ANOTHER_MESH)
-    return dataclasses.replace(found, fault=name, seconds=seconds)
+    return dataclasses.replace(found, fault=name, mesh=plan.mesh, seconds=seconds)
 
 
 def compare(folder: Path, whole: Path, *, same_mesh: bool) -> Result:
@@ -136,6 +140,9 @@ def _verdict(result: Result) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
+    """What each fault has cost, or, of several meshes, the seconds on each."""
+    if len({r.mesh for r in results}) > 1:
+        return _by_mesh(results)
     rows = [("fault", "recovered", "seconds", "steps again", "state", "data", "losses")]
     for r in results:
         verdict = "yes" if r.recovered else "not tried" if r.skipped else "NO"
@@ -143,6 +150,27 @@ def table(results: Sequence[Result]) -> str:
         again = "" if r.recomputed is None else str(r.recomputed)
         rows.append((r.fault, verdict, seconds, again, r.state, r.data, r.losses))
     return align(rows, right=(2, 3))
+
+
+def _by_mesh(results: Sequence[Result]) -> str:
+    meshes = list(dict.fromkeys(r.mesh for r in results))
+    faults = list(dict.fromkeys(r.fault for r in results))
+    cells = {(r.fault, r.mesh): _cell(r) for r in results}
+    rows = [("seconds to recover", *meshes)]
+    rows += [(fault, *(cells[fault, mesh] for mesh in meshes)) for fault in faults]
+    recovered = sum(r.recovered for r in results)
+    return (
+        f"{align(rows, right=tuple(range(1, len(meshes) + 1)))}\n"
+        f"{recovered} of {len(results)} recovered: state and losses bit-equal (on "
+        f"another mesh, losses to {DRIFT:g}), every sample in the same update, none "
+        "twice"
+    )
+
+
+def _cell(result: Result) -> str:
+    if result.skipped:
+        return "not tried"
+    return "FAILED" if result.problem else f"{result.seconds:.1f}"
 
 
 def write(path: Path, results: Sequence[Result]) -> None:

@@ -3,19 +3,24 @@
 Each returns the seconds from the fault to the next step that had not been done before.
 """
 
-import os
-import shutil
+import dataclasses
+import errno
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ...launch.statuses import BAD_INPUT, DONE, PREEMPTED
+from ...launch.statuses import PREEMPTED
 from .. import faults
 from ..checkpoint import committed_steps
 from ..holds import Hold, Point
-from .job import Failed, Job, Plan, running
+from .job import Failed, Job, Plan, recover, running
+from .storage_faults import (
+    file_limit_of_one,
+    full_disk,
+    full_disk_of_one,
+    read_only,
+)
 
 Fault = Callable[[Plan, Path], float]
 
@@ -24,7 +29,7 @@ def kill_in_a_step(worker: int) -> Fault:
     def run(plan: Plan, folder: Path) -> float:
         with running(plan, folder) as job:
             job.wait_for_step(2 * plan.save_every + 2)
-            return _recover(job, job.strike(worker))
+            return recover(job, job.strike(worker))
 
     return run
 
@@ -42,7 +47,7 @@ def kill_at(point: Point, worker: int) -> Fault:
                 job.wait(f"checkpoint {step}", lambda: _has(job, step))
                 job.strike(worker)
             job.wait(f"{point} of step {step}", marker.exists)
-            return _recover(job, job.strike(worker))
+            return recover(job, job.strike(worker))
 
     return run
 
@@ -53,14 +58,14 @@ def sigterm(plan: Plan, folder: Path) -> float:
         job.wait_for_step(plan.save_every + 2)
         struck = job.strike(1 % plan.processes, signal.SIGTERM)
         job.wait("save of a job told to leave", lambda: bool(job.events("preempted")))
-        return _recover(job, struck)
+        return recover(job, struck)
 
 
 def sigstop(plan: Plan, folder: Path) -> float:
     """One worker stops, but does not die: the watchdogs of the others end the job."""
     with running(plan, folder) as job:
         job.wait_for_step(plan.save_every + 2)
-        return _recover(job, job.strike(plan.processes - 1, signal.SIGSTOP))
+        return recover(job, job.strike(plan.processes - 1, signal.SIGSTOP))
 
 
 def damage(make: Callable[[Path], Path]) -> Fault:
@@ -78,7 +83,7 @@ def damage(make: Callable[[Path], Path]) -> Fault:
             make(folder / "checkpoints" / str(newest))
             struck = time.monotonic()
         with running(plan, folder) as job:
-            seconds = _recover(job, struck)
+            seconds = recover(job, struck)
             aside = [row["step"] for row in job.events("set_aside")]
             if aside != [newest]:
                 raise Failed(
@@ -89,71 +94,51 @@ def damage(make: Callable[[Path], Path]) -> Fault:
     return run
 
 
+def slow_read(plan: Plan, folder: Path) -> float:
+    """A worker is killed, and one process takes 5 s longer to read its part."""
+    hold = Hold("read", 0, plan.processes - 1, 2, str(folder / "held"), seconds=5.0)
+    with running(plan, folder, hold=hold) as job:
+        job.wait_for_step(plan.save_every + 2)
+        seconds = recover(job, job.strike(0))
+        _nothing_set_aside(job)
+        return seconds
+
+
+def connection_reset(plan: Plan, folder: Path) -> float:
+    """A worker is killed, and storage fails one process once while it reads."""
+    worker = plan.processes - 1
+    marker = folder / "held"
+    hold = Hold("read", 0, worker, 2, str(marker), errno=errno.ECONNRESET)
+    with running(plan, folder, hold=hold) as job:
+        job.wait_for_step(plan.save_every + 2)
+        seconds = recover(job, job.strike(worker))
+        if not job.events("unreadable"):
+            raise Failed(f"no process met the fault; see {job.log}")
+        _nothing_set_aside(job)
+        return seconds
+
+
+def _nothing_set_aside(job: Job) -> None:
+    if aside := [row["step"] for row in job.events("set_aside")]:
+        raise Failed(f"checkpoints {aside} were good, but were set aside")
+
+
 def other_mesh(plan: Plan, folder: Path) -> float:
-    """A worker is killed, and the job goes on with half the processes."""
+    """A worker is killed, and the job goes on with half the processes.
+
+    Where the mesh does not follow the number of devices, by another command.
+    """
+    half = plan.processes // 2
     with running(plan, folder) as job:
         job.wait(f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every))
-        size = folder / "logs" / "processes"
-        size.write_text(f"{plan.processes // 2}\n")
-        return _recover(job, job.strike(plan.processes - 1))
-
-
-# In a mount namespace of its own, which ends with it.
-FULL_DISK = """
-disk=$1 first=$2 kept=$3; shift 3
-mount -t tmpfs -o size=64m none "$disk" || exit 90
-(
-  while [ ! -e "$disk/$first/_CHECKPOINT_METADATA" ]; do sleep 0.02; done
-  cat /dev/zero > "$disk/filler" 2> /dev/null
-) &
-"$@"; status=$?
-kill $! 2> /dev/null
-ls "$disk" > "$kept.full"
-rm "$disk/filler" || exit 91
-[ $status = 2 ] || exit 92
-touch "$kept.freed"
-"$@"; status=$?
-cp -a "$disk" "$kept"
-exit $status
-"""
-
-
-def full_disk(plan: Plan, folder: Path) -> float:
-    """The disk is full: a clear end, with the last good checkpoint untouched."""
-    disk, kept = folder / "checkpoints", folder / "kept"
-    disk.mkdir(parents=True)
-    # Root needs no user namespace, and some machines have none.
-    unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
-    script = ["sh", "-c", FULL_DISK, "sh", str(disk), str(plan.save_every), str(kept)]
-    with running(plan, folder, around=[*unshare, *script]) as job:
-        freed = job.wait("end with the disk full", Path(f"{kept}.freed").exists)
-        said = "No space left on device"
-        if said not in job.log.read_text(errors="replace"):
-            raise Failed(f"the job ended without saying {said!r}; see {job.log}")
-        seconds = _recover(job, freed)
-    disk.rmdir()
-    shutil.move(kept, disk)
-    return seconds
-
-
-def can_mount() -> bool:
-    """Whether a small disk of our own can be made here."""
-    command = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "true"]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-def _recover(job: Job, struck: float) -> float:
-    """Waits for a step that is new, then for the end of the job."""
-    time.sleep(0.2)  # what was on its way to the ledger is there
-    before = job.step
-    seconds = job.wait_for_step(before + 1) - struck
-    if (status := job.finish()) != DONE:
-        words = " (bad input)" if status == BAD_INPUT else ""
-        raise Failed(f"the job ended with status {status}{words}; see {job.log}")
-    return seconds
+        if plan.is_elastic:
+            (folder / "logs" / "processes").write_text(f"{half}\n")
+            return recover(job, job.strike(plan.processes - 1))
+        struck = job.strike(plan.processes - 1)
+    with running(
+        dataclasses.replace(plan, processes=half, mesh="data=-1"), folder
+    ) as job:
+        return recover(job, struck)
 
 
 def _has(job: Job, step: int) -> bool:
@@ -174,8 +159,15 @@ FAULTS: dict[str, Fault] = {
     "sigstop": sigstop,
     "torn-file": damage(faults.tear_a_file),
     "flipped-bit": damage(faults.flip_a_bit),
+    "unreadable-file": damage(faults.make_unreadable),
+    "slow-read": slow_read,
+    "connection-reset": connection_reset,
     "full-disk": full_disk,
+    "full-disk-of-one": full_disk_of_one,
+    "file-limit-of-one": file_limit_of_one,
+    "read-only": read_only,
     "other-mesh": other_mesh,
 }
 # Where the job ends on another mesh, its losses are the same only to rounding.
 ON_ANOTHER_MESH = {"other-mesh"}
+NEEDS_MOUNTS = {"full-disk", "read-only"}

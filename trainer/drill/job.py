@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...launch.group import GUARD
+from ...launch.statuses import DONE, MEANINGS
 from .. import ledger, metrics
 from ..holds import VARIABLE, Hold
 
@@ -23,18 +24,25 @@ class Plan:
     """How the jobs of a drill are run.
 
     Attributes:
-      train: arguments of `meshloom train`, without the run folder.
+      train: arguments of `meshloom train`, without the run folder and the mesh.
+      mesh: as of train; "" for the config's.
       stall_seconds: after which a job that makes no progress is restarted.
       limit_seconds: after which a job has failed the drill, and is killed.
     """
 
     train: tuple[str, ...]
+    mesh: str
     processes: int
     cpu_devices: int
     num_steps: int
     save_every: int
     stall_seconds: float = 5.0
     limit_seconds: float = 300.0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the mesh follows the number of devices."""
+        return not self.mesh or "-1" in self.mesh
 
     def argv(self, folder: Path) -> list[str]:
         settings = (
@@ -50,6 +58,7 @@ class Plan:
             # The watchdogs come first, and need not be waited for long after.
             *("--stall-seconds", str(3 * self.stall_seconds)),
             *("--max-restarts", "10", "--", "train", *self.train),
+            *(("--mesh", self.mesh) if self.mesh else ()),
             *("--workdir", str(folder), "--steps", str(self.num_steps)),
             *(part for text in settings for part in ("--set", text)),
         ]
@@ -117,6 +126,17 @@ class Job:
     @property
     def log(self) -> Path:
         return self.folder / "drill.log"
+
+
+def recover(job: Job, struck: float) -> float:
+    """Waits for a step that is new, then for the end of the job."""
+    time.sleep(0.2)  # what was on its way to the ledger is there
+    before = job.step
+    seconds = job.wait_for_step(before + 1) - struck
+    if (status := job.finish()) != DONE:
+        words = f" ({MEANINGS[status]})" if status in MEANINGS else ""
+        raise Failed(f"the job ended with status {status}{words}; see {job.log}")
+    return seconds
 
 
 @contextlib.contextmanager
