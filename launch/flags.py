@@ -91,6 +91,13 @@ def process(args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-P", "-m", "meshloom.trainer.cli", *args.command]
 
 
+def warm_process(args: argparse.Namespace) -> list[str] | None:
+    """The command line of what processes can be forked from; None for none."""
+    if args.command[0] != "train":
+        return None
+    return [sys.executable, "-P", "-m", "meshloom.trainer.warm", *args.command]
+
+
 def cpu_devices(args: argparse.Namespace) -> int | None:
     """As given to us, or to the command of the workers.
 

@@ -17,6 +17,7 @@ from .progress_file import Report
 from .stall import furthest
 from .statuses import DONE, GAVE_UP, Ending
 from .target import GUARD, Command
+from .warm import Warm
 
 
 class Heir:
@@ -46,21 +47,20 @@ class Heir:
 class Worker:
     """One process of the job; `status` is None while it runs."""
 
-    def __init__(self, number: int, command: Command, log: Path, heir: Heir):
+    def __init__(
+        self,
+        number: int,
+        command: Command,
+        log: Path,
+        heir: Heir,
+        warm: Warm | None = None,
+    ):
         self.number, self.name, self.host = number, command.name, command.host
         self._stop_signal = command.stop_signal
         self.status: int | None = None
         self.was_told = False  # that it should end, by us
         self._heir = heir
-        with open(log, "ab") as output:
-            self._process = subprocess.Popen(
-                [*GUARD, "worker", str(os.getpid()), *command.argv],
-                env=command.env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = (warm and warm.fork(command, log)) or _start(command, log)
         heir.tell(f"+{self.pid}")
 
     @property
@@ -91,17 +91,30 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def _start(command: Command, log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [*GUARD, "worker", str(os.getpid()), *command.argv],
+            env=command.env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 class Group:
     """All workers of one attempt."""
 
-    def __init__(self, heir: Heir, logs: Logs, processes: int):
+    def __init__(self, heir: Heir, warm: Warm, logs: Logs, processes: int):
         self.workers: list[Worker] = []
-        self._heir, self._logs, self._processes = heir, logs, processes
+        self._heir, self._warm = heir, warm
+        self._logs, self._processes = logs, processes
 
     def start(self, commands: Sequence[Command]) -> None:
         for number, command in enumerate(commands):
             log = self._logs.of(command.name)
-            self.workers.append(Worker(number, command, log, self._heir))
+            self.workers.append(Worker(number, command, log, self._heir, self._warm))
 
     def poll(self) -> bool:
         """Looks who has ended; whether all have."""

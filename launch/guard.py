@@ -26,9 +26,7 @@ NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def worker(parent: int, command: list[str]) -> None:
-    _die_with_parent()
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_with(parent)
     os.execvp(command[0], command)
 
 
@@ -45,6 +43,13 @@ def rank(folder: str, command: list[str]) -> None:
     os.close(output)
     os.environ["MESHLOOM_PROGRESS"] = os.path.join(folder, f"progress-{number}.json")
     os.execvp(command[0], command)
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel to kill this process together with its parent."""
+    _die_with_parent()
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _die_with_parent() -> None:

@@ -21,6 +21,7 @@ from .settings import Settings
 from .stall import Watch
 from .statuses import BAD_INPUT, DONE, PREEMPTED, Ending
 from .target import Attempt, Target
+from .warm import Warm
 
 # A worker's own watchdog comes first: it knows where its threads stand.
 SLACK = 1.5
@@ -48,6 +49,7 @@ class Supervisor:
         self._target, self._settings = target, settings
         self._logs = Logs(folder)
         self._heir = Heir()
+        self._warm = Warm(target.warm, self._logs, lambda: bool(self._told))
         self._watch = Watch(
             stall_seconds=settings.stall_seconds,
             start_seconds=settings.start_seconds,
@@ -68,7 +70,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit status; leaves no process behind."""
-        with self._logs, self._heir, self._catching_signals():
+        with self._logs, self._heir, self._warm, self._catching_signals():
             self._logs.write_size(self._restarts.size)
             say(f"{_processes(self._restarts.size)}, logs in {self._logs.folder}")
             status = None
@@ -113,7 +115,7 @@ class Supervisor:
         attempt = Attempt(self._attempt, size, settings.processes, self._reason)
         self._watch.begin()
         self._restarts.begin()
-        group = Group(self._heir, logs, size)
+        group = Group(self._heir, self._warm, logs, size)
         try:
             for number in range(size):
                 logs.progress(number).unlink(missing_ok=True)  # of an earlier attempt

@@ -68,9 +68,12 @@ class Target(abc.ABC):
 
     Attributes:
       most: processes that the hosts have room for; None for any number.
+      warm: the command line of a process that has imported what the command needs, and
+        from which processes on this machine are forked; None starts each by itself.
     """
 
     most: int | None = None
+    warm: Sequence[str] | None = None
 
     def __init__(self, command: Sequence[str], *, cpu_devices: int | None = None):
         self.command, self.cpu_devices = tuple(command), cpu_devices

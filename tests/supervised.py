@@ -23,6 +23,7 @@ from meshloom.launch.targets.local import Local
 
 folder, command, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 target = Local(json.loads(command), cpu_devices=settings.pop("cpu_devices", None))
+target.warm = settings.pop("warm", None)
 sys.exit(Supervisor(target, Path(folder), Settings(**settings)).run())
 """
 QUICK = dict(first_delay=0.05, longest_delay=0.2, poll_seconds=0.01, end_seconds=0.3)

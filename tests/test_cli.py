@@ -42,7 +42,7 @@ FLAGS = {
     | {"--run-seconds", "--workdir", "--json"},
     "doctor": {"--config", "--set", "--workdir", "--address", "--interface", "--port"}
     | {"--seconds", "--json"},
-    "launch local": SUPERVISED | {"--processes", "--min-processes"},
+    "launch local": SUPERVISED | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
     | {"--processes", "--hostfile", "--mpirun", "--mpi-option", "--env"},
     "launch ssh": SUPERVISED

@@ -51,6 +51,16 @@ def test_arguments_reach_the_supervisor(launched):
     assert list(launched["target"].command[-len(train) :]) == train
 
 
+def test_training_is_forked_from_a_warm_process_unless_it_shall_not(launched):
+    argv = ["--", "train", "--steps", "3"]
+    launch(*argv)
+    assert launched["target"].warm[-4:] == ["meshloom.trainer.warm", *argv[1:]]
+    launch("--cold", *argv)
+    assert launched["target"].warm is None
+    launch("--", "report", "run")
+    assert launched["target"].warm is None
+
+
 def test_what_is_not_given_is_the_default_of_the_settings(launched):
     assert launch("--", "train") == 75
     assert launched["settings"] == supervisor.Settings(processes=2)

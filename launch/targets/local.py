@@ -29,6 +29,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="go on with fewer, but not fewer than N, when a worker cannot come back; "
         "default: always all",
     )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="let every worker import by itself; otherwise those of train are forked "
+        "from one process that has imported everything (on Linux)",
+    )
     flags.add_supervision(parser)
     flags.add_command(parser)
 
@@ -36,6 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def launch(args: argparse.Namespace) -> int:
     """Runs a command of `meshloom` as every process of a job; the exit status."""
     target = Local(flags.process(args), cpu_devices=flags.cpu_devices(args))
+    if not args.cold:
+        target.warm = flags.warm_process(args)
     return flags.supervise(target, args, args.processes)
 
 
