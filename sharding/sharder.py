@@ -156,12 +156,14 @@ class Sharder:
             return jax.tree.map(jnp.asarray, batch)
 
         def one(path: str, x: Any, axes: Axes) -> jax.Array:
+            what = f"batch array {path}" if path else "batch"
+
             def sharding(shape: tuple[int, ...]) -> NamedSharding:
-                return self._sharding(shape, axes, "compute", f"batch array {path}")
+                return self._sharding(shape, axes, "compute", what)
 
             x = np.asarray(x)
             if local:
-                return place_local(f"batch array {path}", x, sharding)
+                return place_local(what, x, sharding)
             return place_global(x, sharding(x.shape))
 
         return _map(one, batch, rows_first(batch) if axes is None else axes)

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 MAY_IMPORT = {
+    "package": set(),  # meshloom itself: its version, and nothing that imports
     "sharding": set(),
     "models": {"sharding"},
     "configs": set(),
@@ -98,6 +99,11 @@ def test_models_need_no_trainer_library():
     for path in sources("models"):
         others = roots(path) - allowed
         assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+def test_the_package_imports_nothing():
+    # Or importing one part would bring the libraries of another.
+    assert [imports(path) for path in sources("package")] == [set()]
 
 
 def test_the_launcher_lives_without_jax():
