@@ -91,4 +91,24 @@ def test_the_second_ends_a_run_that_is_stuck_while_it_saves(tmp_path):
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "second SIGTERM: ending at once" in output
+    assert "second signal (SIGTERM): ending at once" in output
+
+
+def test_ctrl_c_saves_and_leaves_like_sigterm(tmp_path):
+    with started(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == PREEMPTED, output
+    (step,) = checkpoint.committed_steps(tmp_path / "checkpoints")
+    assert "SIGINT: saving after this step, then leaving; Ctrl-C again" in output
+    assert f"meshloom: told to stop: saved at step {step}. Run the same" in output
+
+
+def test_the_second_ctrl_c_ends_at_once(tmp_path):
+    with started(tmp_path, sys.executable, "-c", SLOW_SAVE) as process:
+        process.send_signal(signal.SIGINT)
+        assert any("saving" in line for line in process.stdout)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT

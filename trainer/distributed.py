@@ -53,6 +53,8 @@ def initialize() -> None:
     port = place.address[1]
     if bind is not None:
         bind = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
+    # It would take SIGTERM, and hide the second one; see preemption.py.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.coordinator,
         place.num_processes,

@@ -1,18 +1,17 @@
-"""Being told to leave: the first SIGTERM asks a run to save, the second ends it.
+"""Being told to leave: the first signal asks a run to save, the second ends it.
 
-SIGUSR1 asks the same, and never ends: mpirun and srun pass it on to every process, but
-have all of them killed where they are told to end themselves.
+SIGTERM comes from schedulers, SIGINT from Ctrl-C. SIGUSR1 asks the same and never ends:
+mpirun and srun pass it on to every process, but have all of them killed where they are
+told to end themselves.
 
-A scheduler sends SIGTERM to one process or to all, at any moment. All processes of a
-job must save at the same step, so jax's own agreement is used where there are several:
-its notice begins with the handler of SIGTERM that jax installs. Ours stands in front of
-it, to see the second signal, and passes the first one on.
-
-Signals are taken by a thread: the main thread may be waiting for the devices.
+A scheduler signals one process or all, at any time, and all processes must save
+at the same step. The one that was told says so in jax's store of keys and values; a
+thread of each process then says how far that process is, and all leave after the step
+that follows the furthest. jax has such an agreement of its own, but it begins only with
+the handler of SIGTERM that jax installs in C, which hides the second signal.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -21,12 +20,17 @@ import time
 from collections.abc import Callable, Iterator
 
 import jax
-from jax.experimental import multihost_utils
+
+from . import distributed
 
 # Within this time a second signal is the first one again: GNU timeout sends each twice,
 # and schedulers may signal every process of a job.
 REPEAT_SECONDS = 1.0
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ENDING = (signal.SIGTERM, signal.SIGINT)  # what ends the process the second time
+# In jax's store: some process was told to leave, and how far each one is.
+KEY, STEPS_KEY = "meshloom/leave", "meshloom/leave_steps"
+WATCH_MS = 1000
 
 
 class Preempted(Exception):
@@ -44,24 +48,18 @@ def listening() -> Iterator[Callable[[int], bool]]:
     It must be called after every step, with the same steps in all processes of a job,
     and is true at the same step in all of them. Only for the main thread.
     """
-    notice = _handler_of_jax()
-    told = threading.Event()
+    departure = _Together() if jax.process_count() > 1 else _Alone()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    # A thread takes them: the main thread may be waiting for the devices.
     thread = threading.Thread(
-        target=_listen, args=(reader, told, notice), name="preemption", daemon=True
+        target=_listen, args=(reader, departure.tell), name="preemption", daemon=True
     )
     before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread.start()
-
-    def should_leave(step: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return told.is_set()
-
     try:
-        yield should_leave
+        yield departure.after
     finally:
         signal.set_wakeup_fd(fd_before)
         for number, handler in before.items():
@@ -69,42 +67,88 @@ def listening() -> Iterator[Callable[[int], bool]]:
         os.close(writer)
         thread.join()
         os.close(reader)
+        departure.close()
 
 
-def _listen(reader: int, told: threading.Event, notice: Callable | None) -> None:
+class _Alone:
+    """The departure of a run in one process."""
+
+    def __init__(self):
+        self._told = threading.Event()
+
+    def tell(self) -> None:
+        self._told.set()
+
+    def after(self, step: int) -> bool:
+        del step
+        return self._told.is_set()
+
+    def close(self) -> None:
+        pass
+
+
+class _Together:
+    """The departure of a job: all processes leave after the same step."""
+
+    def __init__(self):
+        self._lock = threading.Lock()  # held while the processes agree
+        self._step = 0
+        self._last: int | None = None  # the step after which all leave
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._watch, name="departure", daemon=True
+        )
+        self._thread.start()
+
+    def tell(self) -> None:
+        distributed.store().key_value_set(KEY, "told", allow_overwrite=True)
+
+    def after(self, step: int) -> bool:
+        with self._lock:
+            self._step = step
+            return self._last is not None and step >= self._last
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                distributed.store().blocking_key_value_get(KEY, WATCH_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" in str(error):
+                    continue
+                return  # the job is at its end; whoever waits for it says so
+            with self._lock:  # the loop waits, until every process's thread is here
+                self._last = _furthest(self._step) + 1
+            return
+
+
+def _furthest(step: int) -> int:
+    """The largest of all processes' steps. A job leaves once, so keys are used once."""
+    store = distributed.store()
+    store.key_value_set(f"{STEPS_KEY}/{jax.process_index()}", str(step))
+    store.wait_at_barrier(STEPS_KEY, int(1000 * distributed.WAIT_SECONDS))
+    return max(int(found) for _, found in store.key_value_dir_get(STEPS_KEY))
+
+
+def _listen(reader: int, tell: Callable[[], None]) -> None:
     first = None
     while number := os.read(reader, 1):
         if number[0] not in SIGNALS:
             continue  # of another handler in Python
         now = time.monotonic()
+        name = signal.Signals(number[0]).name
         if first is None:
             first = now
-            told.set()
-            if notice is not None:
-                notice(signal.SIGTERM)
-            name = signal.Signals(number[0]).name
-            _say(f"{name}: saving after this step, then leaving; SIGTERM ends at once")
-        elif number[0] == signal.SIGTERM and now - first > REPEAT_SECONDS:
-            _say("second SIGTERM: ending at once")
-            os._exit(128 + signal.SIGTERM)
+            tell()
+            again = "Ctrl-C again" if number[0] == signal.SIGINT else "SIGTERM"
+            _say(f"{name}: saving after this step, then leaving; {again} ends at once")
+        elif number[0] in ENDING and now - first > REPEAT_SECONDS:
+            _say(f"second signal ({name}): ending at once")
+            os._exit(128 + number[0])
 
 
 def _say(text: str) -> None:
     os.write(sys.__stderr__.fileno(), f"meshloom: {text}\n".encode())  # type: ignore
-
-
-def _handler_of_jax() -> Callable[[int], None] | None:
-    """The handler that jax has installed in C; None where it has none."""
-    if jax.process_count() == 1:
-        return None
-    # The handler is the first field of the structure, on Linux and macOS.
-    action = ctypes.create_string_buffer(512)
-    if ctypes.CDLL(None, use_errno=True).sigaction(signal.SIGTERM, None, action):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    address = ctypes.c_void_p.from_buffer(action).value
-    if not address:
-        raise ValueError(
-            "jax takes no SIGTERM in this job, so its processes could not agree when "
-            "to save. Leave jax_enable_preemption_service on."
-        )
-    return ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
