@@ -55,14 +55,16 @@ class Source(data.Synthetic):
         return Poisoned(dataset, bad)
 
 
-def run(folder, bad=(), **settings):
+def run(folder, bad=(), should_leave=None, **settings):
     """(state, what was said, steps of the ledger) of 12 steps, saved at 4, 8, 12."""
     tiny = config_files.load([TINY], root=train.Config).config
     fields = {f.name: getattr(tiny.data, f.name) for f in dataclasses.fields(tiny.data)}
     source = Source(**fields, bad=tuple(bad))
     config = dataclasses.replace(tiny, data=source, **settings)
     console = Console(file=io.StringIO(), width=200)
-    state = train.train(config, workdir=folder, console=console)
+    state = train.train(
+        config, workdir=folder, console=console, should_leave=should_leave
+    )
     return state, console.file.getvalue()  # type: ignore
 
 

@@ -123,6 +123,10 @@ class Save:
         if self.bad.in_a_row and step < self.setup.config.num_steps:
             self.progress.message(f"step {step} failed, so no checkpoint of it is made")
             return
+        self.now(step, state)
+
+    def now(self, step: int, state: State) -> None:
+        """Saves whatever the steps before were: a failed one has changed nothing."""
         since = time.perf_counter()
         measured = self.evaluate.latest if self.evaluate else None
         stall = self.checkpoints.save(

@@ -10,11 +10,12 @@ out. Every other event has a `time`. After a `restore` to step s, the steps afte
 stand before it have no part in the state any more: they are done again.
 """
 
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,32 @@ class Ledger:
         self.path = Path(folder) / FILE
         self._is_writer, self._clock = is_writer, clock
         self._lock = threading.Lock()
+        self._held: list[dict[str, Any]] | None = None
         if is_writer:
             _drop_torn_end(self.path)
 
     def event(self, kind: str, **fields: Any) -> None:
-        self._append([{"event": kind, "time": round(self._clock(), 3), **fields}])
+        row = {"event": kind, "time": round(self._clock(), 3), **fields}
+        if self._held is not None:
+            self._held.append(row)
+        else:
+            self._append([row])
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps events back until the block ends, and drops them where it fails."""
+        self._held = []
+        try:
+            yield
+            self._append(self._held)
+        finally:
+            self._held = None
+
+    def event_now(self, kind: str, **fields: Any) -> None:
+        """An event that stays, also where the attempt that notes it fails."""
+        held, self._held = self._held, None
+        self.event(kind, **fields)
+        self._held = held
 
     def steps(self, rows: Sequence[dict[str, Any]], batches_ahead: int) -> None:
         """Notes steps, and takes the digests of their samples out of the rows.

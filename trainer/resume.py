@@ -55,7 +55,7 @@ def restore_newest(
             continue
         except Unreadable as error:
             if not _was_unreadable(step, ledger):
-                ledger.event("unreadable", step=step, reason=str(error))
+                ledger.event_now("unreadable", step=step, reason=str(error))
                 raise Unreachable(
                     f"{error}. Nothing was changed. Run the same command again to "
                     "continue; if it cannot be read then either, an older checkpoint "
@@ -106,7 +106,7 @@ def _set_aside(
 ) -> None:
     aside = checkpoints.set_aside(step, why)
     console.print(f"{reason}. Set aside as {aside}.", markup=False)
-    ledger.event("set_aside", step=step, reason=reason)
+    ledger.event_now("set_aside", step=step, reason=reason)
 
 
 def _newest(checkpoints: Checkpoints, before: int | None) -> int:

@@ -18,6 +18,7 @@ from etils import epath
 from ..launch.masking import masked_command, masked_text
 from .config.tree import Change, diff, format_diff, read_run
 from .metrics import replace_text
+from .save_errors import SaveFailed
 from .storage import checkpoints_of
 
 CONFIG_JSON, CONFIG_GIN = "config.json", "config.gin"
@@ -78,7 +79,7 @@ class RunFolder:
         try:
             yield
         except (OSError, ValueError) as error:
-            if not _is_full_disk(error):
+            if isinstance(error, SaveFailed) or not _is_full_disk(error):
                 raise
             message = os.strerror(errno.ENOSPC)
             raise OSError(errno.ENOSPC, message, str(self.path)) from error

@@ -170,7 +170,7 @@ class Session:
         except loop.Leave as leave:
             self.pulse.beat(allow=ALLOW_SECONDS)
             if save.last_step != leave.step:
-                save(leave.step, leave.state)
+                save.now(leave.step, leave.state)
             self.checkpoints.wait()
             self.ledger.event("preempted", step=leave.step)
             raise Preempted(leave.step) from None

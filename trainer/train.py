@@ -16,21 +16,19 @@ from . import (
     loop,
     metrics,
     probe,
-    sampling,
     storage,
     weights,
 )
 from .checkpoint import Checkpoints, latest_step
 from .config import tree as config_tree
 from .data import Source
+from .finish import finish
 from .ledger import Ledger
 from .optimizers import Optimizer
 from .phases import Phases
 from .pipelining import Pipelining
 from .plan import forecast as forecast_lib
-from .plan.comparison import compare
 from .pulse import ALLOW_SECONDS, Pulse
-from .report import write_report
 from .rollcall import calling as rollcall
 from .run_folder import RunFolder, environment
 from .schedules import Schedule
@@ -230,20 +228,13 @@ def train(
                 _check_owner(folder, saved)
             held.enter_context(folder.claim())
         called += rollcall.what_we_do(setup, _shared_folders(folder, config))
-        folder.write_config(config_tree.to_json(config, origins or {}), config_text)
-        folder.write_json("environment.json", environment(setup.layout.params.mesh))
-        folder.write_json("sharding.json", setup.layout.params.to_json())
-        _write_rollcall(called, folder)
         console.print(f"Run folder {folder.path}")
         for line in setup.describe():
             console.print(line, markup=False)
         if changes:
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
-        _probe(setup, folder, called, console)
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
-        if called.processes:
-            ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
         pulse = held.enter_context(
             Pulse(
                 folder.path,
@@ -271,9 +262,21 @@ def train(
             phases,
         )
         phases.reached("ready")
+        forecast = None
         try:
-            position = session.begin()
+            # Until this attempt has restored, nothing in the run folder is changed.
+            with ledger.held():
+                if called.processes:
+                    ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
+                position = session.begin()
+                document = config_tree.to_json(config, origins or {})
+                folder.write_config(document, config_text)
             state = position.state
+            sizes = setup.layout.params.mesh
+            folder.write_json("environment.json", environment(sizes))
+            folder.write_json("sharding.json", setup.layout.params.to_json())
+            _write_rollcall(called, folder)
+            _probe(setup, folder, called, console)
             if position.step >= config.num_steps:
                 console.print(f"This run is complete at step {position.step}.")
             else:
@@ -282,12 +285,11 @@ def train(
                 _write_pipeline(setup, folder, position.step)
                 forecast = _foretell(setup, folder, position.step, called, console)
                 state = session.train(position)
-                _compare(forecast, setup, folder, console)
         finally:
             checkpoints.close()
         ledger.event("done", step=int(state.step))
         pulse.beat(allow=ALLOW_SECONDS)
-        _show(setup, folder, state, console)
+        finish(setup, folder, state, forecast, ledger, console)
         distributed.wait_for_all("done")
         return state
 
@@ -347,41 +349,3 @@ def _foretell(
     folder.write_json(forecast_lib.FILE, forecast.to_json())
     console.print(forecast.line(), markup=False)
     return forecast
-
-
-def _compare(
-    forecast: forecast_lib.Forecast | None,
-    setup: Setup,
-    folder: RunFolder,
-    console: Console,
-) -> None:
-    """How right the forecast was; where there was none, that has been said."""
-    if forecast is None or forecast.plan is None:
-        return
-    measured = forecast_lib.measure(setup, folder.path, forecast.start)
-    document = forecast.to_json(measured)
-    folder.write_json(forecast_lib.FILE, document)
-    for line in compare(document):
-        console.print(line, markup=False)
-
-
-def _show(setup: Setup, folder: RunFolder, state: State, console: Console) -> None:
-    """The end of a run: a sample where the model can write one, and the report."""
-    config = setup.config
-    if config.sample_prompt is not None:
-        text = sampling.sample(
-            config,
-            setup.mesh,
-            setup.layout.canonical(state, setup.mesh).params,
-            config.sample_prompt,
-            config.sample_tokens,
-        )
-        folder.write_text("sample.txt", text)
-        console.rule("sample")
-        console.print(text, markup=False)
-        console.rule()
-    if jax.process_index() == 0:
-        report = write_report(folder.path)
-        saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
-        console.print(f"Checkpoints: {saved}")
-        console.print(f"Report: {report}")
