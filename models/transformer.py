@@ -5,7 +5,8 @@ Shape letters: B batch, L length, D width, V vocabulary (padded).
 
 import dataclasses
 import functools
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,15 @@ class Config:
     attention: Implementation = "auto"
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
+
+    # Which field says how large a logical axis is, for messages.
+    axis_settings: ClassVar[Mapping[str, str]] = {
+        "vocab": "pad_vocab_to",
+        "embed": "d_model",
+        "mlp": "d_ff",
+        "heads": "num_heads",
+        "kv_heads": "num_kv_heads",
+    }
 
     def __post_init__(self):
         for name, choices in CHOICES.items():

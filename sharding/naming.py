@@ -139,6 +139,18 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
     return result
 
 
+class UnknownState(ValueError):
+    """An array of an optimizer's state that belongs to no parameter.
+
+    Attributes:
+      found: what it is; pattern: how to leave it replicated, as `others` takes it.
+    """
+
+    def __init__(self, message: str, *, found: str, pattern: str):
+        super().__init__(message)
+        self.found, self.pattern = found, pattern
+
+
 def axes_for_state(
     state: Any,
     params: Any,
@@ -189,9 +201,12 @@ def axes_for_state(
         if owner:
             whose = owners[owner][0]
             found = f"does not fit its parameter {'/'.join(owner)} of shape {whose}"
-        raise ValueError(
-            f"optimizer state {name} of shape {shape} {found}. Name its dimensions: "
-            f"others={{{re.escape(name)!r}: {(None,) * len(shape)}}} leaves it whole."
+        pattern = f"{{{re.escape(name)!r}: {(None,) * len(shape)}}}"
+        found = f"optimizer state {name} of shape {shape} {found}"
+        raise UnknownState(
+            f"{found}. Name its dimensions: others={pattern} leaves it whole.",
+            found=found,
+            pattern=pattern,
         )
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_named)

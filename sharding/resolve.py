@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -34,8 +35,38 @@ from .rules import Candidate, Role, Row, Rules, check_role
 Axes = tuple[str | None, ...]
 
 
+class NoRule(ValueError):
+    """A logical axis that no rule names.
+
+    Attributes:
+      what: the array; axis: the logical axis.
+    """
+
+    def __init__(self, message: str, *, what: str, axis: str):
+        super().__init__(message)
+        self.what, self.axis = what, axis
+
+
 class Indivisible(ValueError):
-    """Mesh axes that do not divide a dimension which the rules cut over them."""
+    """Mesh axes that do not divide a dimension which the rules shard over them.
+
+    Attributes:
+      what: the array; axis: the logical axis of its dimension, of that `size`.
+      mesh_axes: with their sizes; together they shard `ways` ways.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        what: str,
+        axis: str,
+        size: int,
+        mesh_axes: dict[str, int],
+    ):
+        super().__init__(message)
+        self.what, self.axis, self.size = what, axis, size
+        self.mesh_axes, self.ways = mesh_axes, math.prod(mesh_axes.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +154,12 @@ def resolve_dimensions(
         if row is None:
             if rules.strict:
                 known = ", ".join(sorted(rules.names)) or "none"
-                raise ValueError(
+                raise NoRule(
                     f"{name}: no rule for logical axis {base!r} (role {role}). "
                     f"Known names: {known}. Add a row, for instance "
-                    f"Rules.of({{{base!r}: None}}) to not cut it."
+                    f"Rules.of({{{base!r}: None}}) to not cut it.",
+                    what=name,
+                    axis=base,
                 )
             result.append(Dimension(logical, size, lost=(Lost((), "no-rule"),)))
             continue
@@ -191,19 +224,27 @@ def _refuse_indivisible(
     cut = ",".join(f"{axis}={sizes[axis]}" for axis in axes)
     found = f"{name}: dimension {dimension.name!r} of size {dimension.size}"
     base, unit = split_unit(dimension.name or "")
+    facts: dict[str, Any] = {
+        "what": name,
+        "axis": base,
+        "size": dimension.size // unit,
+        "mesh_axes": {axis: sizes[axis] for axis in axes},
+    }
     if unit > 1:
         raise Indivisible(
             f"{found} is {dimension.size // unit} {base} of {unit} each, which cannot "
             f"be sharded {ways} ways ({cut}, plan {row.plan}) without splitting one. "
             f"Use a mesh axis size that divides {dimension.size // unit}, or let the "
-            "rule end in None to replicate it."
+            "rule end in None to replicate it.",
+            **facts,
         )
     padded = math.ceil(dimension.size / ways) * ways
     raise Indivisible(
         f"{found} cannot be cut "
         f"{ways} ways ({cut}, plan {row.plan}). Pad it to {padded}, use a mesh axis "
         f"size that divides {dimension.size}, or let the rule end in None to leave it "
-        "whole."
+        "whole.",
+        **facts,
     )
 
 

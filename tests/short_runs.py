@@ -48,7 +48,7 @@ def run(prepared: setup.Setup, step_fn, num_steps: int | None = None):
 
 def check_cut(prepared: setup.Setup, state) -> None:
     """Each array's local piece has the size the plan promises."""
-    for part in ("params", "opt_state"):
+    for part in ("params", "opt_state", "variables"):
         for resolved, array in zip(
             getattr(prepared.layout, part).arrays,
             jax.tree.leaves(getattr(state, part)),

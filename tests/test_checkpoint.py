@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from meshloom.sharding import MeshSpec, parse_plan
+from meshloom.trainer import manifest
 from meshloom.trainer.checkpoint import (
     Checkpoints,
     committed_steps,
@@ -116,6 +117,16 @@ def test_restores_bit_equal_into_the_cuts_of_any_mesh(saved, sizes):
         assert x.sharding == sharding
     cut = found.params["blocks"]["up"].addressable_shards[0].data.shape
     assert cut == (2, 8 // sizes.get("fsdp", 1), 16 // sizes.get("tensor", 1))
+
+
+def test_a_model_without_variables_is_saved_as_before_there_were_any(saved):
+    """Names, digests and files: what was saved before can be restored."""
+    folder, state = saved
+    assert set(state.to_tree()) == {"step", "params", "opt_state"}
+    names = {path.split("/")[0] for path in manifest.read(folder, 3)["arrays"]}
+    assert names == {"step", "params", "opt_state"}
+    metadata = json.loads((folder / "3" / "state" / "_METADATA").read_text())
+    assert {key.split("'")[1] for key in metadata["tree_metadata"]} == names
 
 
 def test_parameters_alone(saved):

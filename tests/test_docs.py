@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 
+import npz_rows
 import pytest
+import short_runs
 from test_docs_sharding import JAX_ONLY
 
 from meshloom.sharding.pipeline import schedule
@@ -96,7 +98,7 @@ def test_links_between_pages_lead_somewhere():
 
 def test_python_of_the_models_page_trains(tmp_path):
     """The example model is a model: it trains on a mesh that cuts it."""
-    (source,) = blocks("docs/models.md", "python")
+    source, more = blocks("docs/models.md", "python")
     check = """
 import numpy as np
 from meshloom.sharding import MeshSpec, Sharder, parse_plan, resolve
@@ -122,6 +124,14 @@ assert model.model_flops(batch) > 0
     namespace: dict = {}
     exec(source + check, namespace)
     assert namespace["resolved"].bytes == 8 * 4 * 4
+    exec(more, namespace)
+    model = namespace["Normalized"](num_features=8, num_classes=4)
+    config = npz_rows.config(npz_rows.write(tmp_path / "rows.npz"), model=model)
+    prepared = short_runs.prepare(config, "fsdp=2,tensor=2")
+    _, losses, state = short_runs.run(prepared, prepared.step_fn)
+    assert losses[-1] < losses[0]
+    mean = state.variables["mean"]
+    assert mean.addressable_shards[0].data.shape == (4,) and abs(mean).max() > 0
 
 
 def test_python_of_the_pipeline_page_runs_with_jax_alone(tmp_path):

@@ -85,13 +85,27 @@ FLAGS = {
     ),
     "axis that does not divide a dimension": (
         ["--mesh", "tensor=8", *sets_of("model.num_heads=8", "model.vocab_size=65")],
-        "embedding: dimension 'vocab' of size 65 cannot be cut 8 ways (tensor=8, plan "
-        "tensor). Pad it to 72, use a mesh axis size that divides 65,",
+        "embedding: dimension 'vocab' of size 65 cannot be sharded 8 ways (tensor=8). "
+        "Set model.pad_vocab_to to 8, use a mesh whose tensor divides 65, or set "
+        "rules={'vocab': ['tensor', None]} to replicate it where it does not divide.",
     ),
     "batch that the mesh does not divide": (
         sets_of("batch_size=12"),
-        "batch_size 12, array 'inputs': dimension 'batch' of size 12 cannot be cut 8 "
-        "ways (data=8, plan data). Pad it to 16,",
+        "batch_size 12 cannot be sharded 8 ways (data=8). Set batch_size to 8 or 16, "
+        "or change the mesh.",
+    ),
+    "hidden units that the mesh does not divide": (
+        ["--mesh", "tensor=8", *sets_of("model.num_heads=8", "model.d_ff=60")],
+        "blocks/mlp/down: dimension 'mlp' of size 60 cannot be sharded 8 ways "
+        "(tensor=8). Set model.d_ff to 56 or 64, use a mesh whose tensor divides 60,",
+    ),
+    "a rule for a mesh axis that does not exist": (
+        sets_of("rules={'mlp': 'tensr'}"),
+        "names mesh axis 'tensr', but the mesh has replica, pipe,",
+    ),
+    "a rule of a role that does not exist": (
+        sets_of("rules={'mlp': {'optimiser': 'fsdp'}}"),
+        "role 'optimiser'",
     ),
     "microbatches that do not divide the batch": (
         sets_of("num_microbatches=3"),
@@ -100,8 +114,8 @@ FLAGS = {
     ),
     "microbatch that the mesh does not divide": (
         sets_of("num_microbatches=4"),
-        "batch_size 16 in 4 microbatches, array 'inputs': dimension 'batch' of size 4 "
-        "cannot be cut 8 ways (data=8, plan data). Pad it to 8,",
+        "batch_size 16 in 4 microbatches cannot be sharded 8 ways (data=8). Set "
+        "batch_size to 32, or other num_microbatches, or change the mesh.",
     ),
     "vocabulary larger than the model's": (
         sets_of("data.vocab_size=65"),

@@ -62,8 +62,8 @@ FLAGS = {
     ),
     "batch smaller than the mesh": (
         [*MESH, *LAYERS, *sets_of("batch_size=1")],
-        "batch_size 1: dimension 'batch' of size 1 cannot be cut 2 ways (data=2, plan "
-        "data). Pad it to 2,",
+        "batch_size 1 cannot be sharded 2 ways (data=2). Set batch_size to 2, or "
+        "change the mesh.",
     ),
     "microbatches that do not divide the batch": (
         [*MESH, *LAYERS, *sets_of("num_microbatches=3")],

@@ -1,5 +1,6 @@
 """The train step by hand-computed numbers, and the same for any split of a batch."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,10 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import short_runs
+from tiny_runs import TINY
 
 from meshloom.sharding import MeshSpec, Sharder, parse_plan
+from meshloom.trainer.config import files as config_files
+from meshloom.trainer.optimizers import Adafactor, AdamW, Lion, Muon
+from meshloom.trainer.schedules import Constant
 from meshloom.trainer.state import State
 from meshloom.trainer.step import eval_step, train_step
+from meshloom.trainer.train import Config
 
 RATE = 0.1
 
@@ -37,7 +44,7 @@ def new_state(dtype=jnp.float32):
 def step(**options):
     settings = dict(
         model=Line(),
-        tx=optax.sgd(RATE),
+        make_tx=lambda rate: optax.sgd(RATE),
         learning_rate=optax.linear_schedule(1.0, 0.0, 4),
         shard=Sharder(),
     )
@@ -148,11 +155,61 @@ def test_bfloat16_parameters_accumulate_in_float32():
         "y": jnp.full(num, -0.5),
         "weights": jnp.ones(num),
     }
-    run = step(num_microbatches=num, tx=optax.sgd(1.0))
+    run = step(num_microbatches=num, make_tx=lambda rate: optax.sgd(1.0))
     state, metrics = run(new_state(jnp.bfloat16), batch)
     assert state.params["b"].dtype == jnp.bfloat16
     assert state.params["b"] == -1.0
     np.testing.assert_allclose(metrics["grad_norm"], 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(), Lion(), Adafactor(), Muon()], ids=lambda o: type(o).__name__
+)
+def test_the_learning_rate_follows_the_step_and_no_other_counter(optimizer):
+    """The rate of step 6 is applied there, however many before it were skipped."""
+    found, tiny = [], config_files.load([TINY], root=Config).config
+    for schedule, step in ((Rising(), 5), (Constant(value=0.06), 0)):
+        config = dataclasses.replace(tiny, optimizer=optimizer, schedule=schedule)
+        prepared = short_runs.prepare(config, "data=2,fsdp=2,tensor=2")
+        layout, mesh = prepared.layout, prepared.mesh
+        state = layout.create(jax.random.key(0), mesh)
+        state = state._replace(
+            step=jax.device_put(jnp.int32(step), layout.shardings(mesh).step)
+        )
+        rows = {
+            name: jnp.ones(x.shape, x.dtype, device=x.sharding)
+            for name, x in prepared.batch.items()
+        }
+        state, figures = prepared.step_fn(state, rows)
+        np.testing.assert_allclose(figures["learning_rate"], 0.06, rtol=1e-6)
+        found.append(jax.device_get(state.params))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rising:
+    def make(self, num_steps):
+        return lambda count: jnp.float32(0.01) * (count + 1)
+
+
+def test_a_schedule_finishes_though_steps_are_skipped():
+    rates = optax.linear_schedule(1.0, 0.0, 4)
+    run = step(make_tx=optax.sgd, learning_rate=rates)
+    state, good = new_state(), batch_of()
+    bad = good | {"y": good["y"].at[1].set(jnp.nan)}
+    state = state._replace(opt_state=optax.sgd(rates).init(state.params))
+    for number, batch in enumerate([good, bad, bad, good, good]):
+        before = state.params
+        state, figures = run(state, batch)
+        assert state.step == number + 1 and figures["skipped"] == (batch is bad)
+        moved = jnp.hypot(*(state.params[k] - before[k] for k in ("w", "b")))
+        rate = max(1 - number / 4, 0.0)
+        np.testing.assert_allclose(figures["learning_rate"], rate)
+        if batch is good:
+            # A difference of numbers around 1.
+            expected = rate * figures["grad_norm"]
+            np.testing.assert_allclose(moved, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_evaluation_gives_sums():

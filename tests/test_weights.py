@@ -119,7 +119,7 @@ def test_damaged_and_missing_weights_are_refused(other, tmp_path, monkeypatch, c
         raise CorruptCheckpoint(f"checkpoint {copy}/checkpoints/4 cannot be read: torn")
 
     # Threads of tensorstore that give up a real read make noise that ends a test.
-    monkeypatch.setattr(weights, "restore_params", torn)
+    monkeypatch.setattr(weights, "restore_part", torn)
     argv = [*argv, *sets_of(f'init_from="{copy}/checkpoints/4"'), "--insist"]
     line = refused(capfd, argv)
     assert line == (

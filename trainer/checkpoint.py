@@ -118,7 +118,7 @@ class Checkpoints:
         if loss is not None and math.isfinite(loss):
             about = {**(about or {}), manifest.LOSS: loss}
             self._losses[step] = loss
-        tree = state._asdict()
+        tree = state.to_tree()
         made = manifest.make(step, tree, about or {})
         digested = time.perf_counter()
         waited_for = self.wait()
@@ -195,7 +195,7 @@ class Checkpoints:
         CorruptCheckpoint where it is not what was saved, Unreadable where storage did
         not give it, ValueError where it is the state of another model or optimizer.
         """
-        target = layout.placed(mesh)._asdict()
+        target = layout.placed(mesh).to_tree()
         where = f"checkpoint {self.folder / str(step)}"
         with distributed.all_or_none(f"restore {step}", READ_SECONDS):
             saved, tree = self._read(step, target)
@@ -311,5 +311,15 @@ def restore_params(
     Args:
       params: the parameters as ShapeDtypeStructs.
     """
-    target = {"params": placed(params, shardings)}
-    return reading.read_tree(location(folder) / str(step) / STATE, target)["params"]
+    return restore_part(folder, step, {"params": placed(params, shardings)})["params"]
+
+
+def restore_part(
+    folder: epath.PathLike, step: int, target: dict[str, Any]
+) -> dict[str, Any]:
+    """Some parts of a state by name, without the rest of it.
+
+    Args:
+      target: the parts as ShapeDtypeStructs with shardings.
+    """
+    return reading.read_tree(location(folder) / str(step) / STATE, target)

@@ -39,6 +39,8 @@ class Batches:
     Args:
         batch_size: rows of the global batch.
         rows: the rows to read, for instance `needed_rows`; None means all.
+        training: whether a dataset with a method `example(i, epoch)` is read by it;
+            evaluation always reads `dataset[i]`.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class Batches:
         order: Order,
         batch_size: int,
         rows: Sequence[int] | np.ndarray | None = None,
+        training: bool = True,
     ):
         self.dataset = dataset
         self.order = order
         self.batch_size = batch_size
         self.rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+        self._example = getattr(dataset, "example", None) if training else None
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
         if len(dataset) != order.num_examples:
@@ -70,7 +74,12 @@ class Batches:
         return self.order.index(step * self.batch_size + self.rows)[1]
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        examples = [self.dataset[i] for i in self.sample_ids(step).tolist()]
+        epochs, ids = self.order.index(step * self.batch_size + self.rows)
+        if self._example is None:
+            examples = [self.dataset[i] for i in ids.tolist()]
+        else:
+            pairs = zip(ids.tolist(), epochs.tolist(), strict=True)
+            examples = [self._example(i, epoch) for i, epoch in pairs]
         return {
             name: np.stack([example[name] for example in examples])
             for name in examples[0]
@@ -238,6 +247,7 @@ def device_batches(
     shardings: Shardings,
     start: int,
     stop: int,
+    training: bool = True,
     prefetch: int = 2,
 ) -> DeviceBatches:
     """Returns batches start..stop - 1 as global arrays, read ahead off this thread.
@@ -247,6 +257,7 @@ def device_batches(
     Args:
         shardings: for arrays [batch, ...]: one for all, or one by name of array.
         start: number of updates done; the first batch is the one of update start + 1.
+        training: see Batches.
         prefetch: batches to hold ready; 0 reads in the calling thread.
     """
     if not 0 <= start <= stop:
@@ -255,5 +266,6 @@ def device_batches(
         )
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; expected at least 0 batches.")
-    batches = Batches(dataset, order, batch_size, needed_rows(shardings, batch_size))
+    rows = needed_rows(shardings, batch_size)
+    batches = Batches(dataset, order, batch_size, rows, training)
     return DeviceBatches(_Placed(batches, shardings, start, stop), prefetch)

@@ -81,6 +81,7 @@ class Evaluate:
             shardings=self.shardings,
             start=0,
             stop=self.num_batches,
+            training=False,
         ) as batches:
             for batch in batches:
                 sums = self.eval_fn(state, batch)

@@ -16,6 +16,13 @@ from ..sharding.resolve import Axes
 
 
 class Optimizer(Protocol):
+    """Makes an optax transformation.
+
+    The arrays of its state are sharded like the parameters that they belong to. For
+    state of another form it may have an attribute `state_axes`: {path pattern: logical
+    axes}.
+    """
+
     def make(self, learning_rate: optax.Schedule, axes: Any) -> Any:
         """The optax transformation, for parameters with these logical axes."""
         ...

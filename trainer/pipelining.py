@@ -22,6 +22,7 @@ from ..sharding.pipeline.simulate import (
 )
 from ..sharding.pipeline.ticks import PIPE
 from ..sharding.resolve import resolve_dimensions
+from . import contract
 
 if TYPE_CHECKING:
     from .train import Config
@@ -131,6 +132,12 @@ def plan_pipeline(
             f"mesh axis pipe={num_stages}: {type(model).__name__} is no stack of equal "
             "blocks (it has no method `stack`), so it cannot be cut into stages. "
             "Set pipe=1."
+        )
+    if wanted := contract.extras(model):
+        raise ValueError(
+            f"mesh axis pipe={num_stages}: {type(model).__name__}.loss takes "
+            f"{', '.join(wanted)}, but a pipeline runs the parts of its stack, which "
+            "are not given any of that. Set pipe=1."
         )
     row = rules.find("layer", "param")
     if row is None or all(PIPE not in candidate for candidate in row.candidates):

@@ -147,7 +147,7 @@ class CheckReplicas:
     sound: int
 
     def __call__(self, step: int, state: State) -> None:
-        tree = state._asdict()
+        tree = state.to_tree()
         found = differences(tree)
         if not found:
             self.sound = step

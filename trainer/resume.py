@@ -91,7 +91,7 @@ def _position(
         "restore",
         step=step,
         batch=step + position.batches_ahead,
-        state=manifest.tree_digest(canonical._asdict()),
+        state=manifest.tree_digest(canonical.to_tree()),
     )
     return position
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..sharding import Sharder, parse_plan, resolve
+from ..sharding import Sharder, resolve
 from .config.tree import label
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def sample(
     """
     # One row of batch cannot be cut, and layers that follow one another are not worth
     # to be kept apart: only the other cuts of the weights stay.
-    rules = parse_plan(config.plan).without("batch", "lookup_batch", "layer")
+    rules = config.make_rules().without("batch", "lookup_batch", "layer")
     shard = Sharder(mesh, rules)
     layout = resolve(params, rules, mesh, axes=config.model.axes())
     params = jax.jit(lambda x: x, out_shardings=layout.shardings(mesh))(params)

@@ -200,7 +200,7 @@ class Session:
             config.num_steps,
             start,
             self._units,
-            config.model.model_flops(setup.batch),
+            setup.model_flops,
             total_peak(list(setup.mesh.devices.flat), setup.matmul_dtype),
             self.console,
             bubble=self._bubble,

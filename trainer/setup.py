@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..sharding import Rules, Sharder, idle_axes, parse_plan, resolve
+from ..sharding import Rules, Sharder, idle_axes, resolve
 from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.text import human_bytes
-from . import compiler_options, sampling
+from . import compiler_options, contract, sampling
 from . import step as step_lib
 from .config import tree as config_tree
 from .data import SAMPLE_IDS, Dataset, check_type, throughput_unit
 from .pipelining import Pipelining, Plan, plan_pipeline
+from .rules import name_settings
 from .run_folder import environment
 from .state import Layout, State, plan_layout
 
@@ -57,6 +59,12 @@ class Setup:
         return getattr(self.config.model, "compute_dtype", "float32")
 
     @property
+    def model_flops(self) -> float | None:
+        """FLOPs of one update; None where the model does not count them."""
+        count = getattr(self.config.model, "model_flops", None)
+        return None if count is None else count(self.batch)
+
+    @property
     def num_eval_batches(self) -> int:
         """Whole batches of an evaluation: those asked for, or as many as there are."""
         if self.eval_data is None:
@@ -82,6 +90,11 @@ class Setup:
         elif self.config.pipeline != Pipelining():
             lines.append(
                 "The settings of the pipeline have no effect: the mesh has pipe=1"
+            )
+        if self.model_flops is None:
+            lines.append(
+                f"{type(self.config.model).__name__} has no method model_flops: the "
+                "share of the devices' peak is not shown"
             )
         if device.platform == "cpu":
             lines.insert(0, "No accelerator found or asked for: training on the CPU")
@@ -139,15 +152,26 @@ class Setup:
 
 def prepare(config: "Config", devices: Any = None) -> Setup:
     """Checks the whole config against devices and data; every error is raised here."""
+    with name_settings(config):
+        return _prepare(config, devices)
+
+
+def _prepare(config: "Config", devices: Any) -> Setup:
+    contract.check(config.model)
     mesh = config.mesh.make(devices)
-    rules = parse_plan(config.plan)
+    rules = config.make_rules()
     learning_rate = config.schedule.make(config.num_steps)
-    tx = config.optimizer.make(learning_rate, config.model.axes())
+    make_tx = functools.partial(_make_tx, config.optimizer, config.model.axes())
     pipeline = plan_pipeline(config, mesh, rules)
     if pipeline is not None and mesh.devices.flat[0].platform == "cpu":
         _compile_anew()
     layout = plan_layout(
-        config.model, tx, rules, mesh, pipeline.order if pipeline else None
+        config.model,
+        make_tx(learning_rate),
+        rules,
+        mesh,
+        pipeline.order if pipeline else None,
+        state_axes=getattr(config.optimizer, "state_axes", None),
     )
     num_microbatches = config.num_microbatches or 1
     if pipeline is not None:
@@ -159,7 +183,10 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
     throughput_unit(train_data)  # raises where it is not one
     batch = _abstract_batch(config, train_data, rules, mesh, num_microbatches)
     if eval_data is not None:
-        _check_alike(train_data, eval_data, "eval")
+        _check_alike(train_data[0], eval_data[0], "in split 'eval'")
+    if hasattr(train_data, "example"):
+        example = train_data.example(0, 0)  # type: ignore
+        _check_alike(train_data[0], example, "by its method `example`")
     shardings = layout.shardings(mesh)
     batch_shardings = {name: x.sharding for name, x in batch.items()}
     whole = NamedSharding(mesh, P())
@@ -167,9 +194,10 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
         functools.partial(
             step_lib.train_step,
             model=config.model,
-            tx=tx,
+            make_tx=make_tx,
             learning_rate=learning_rate,
             shard=shard,
+            seed=config.seed,
             num_microbatches=num_microbatches,
             pipeline=staged,
             max_grad_norm=config.max_grad_norm,
@@ -181,7 +209,11 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
     )
     eval_fn = jax.jit(
         functools.partial(
-            step_lib.eval_step, model=config.model, shard=shard, pipeline=staged
+            step_lib.eval_step,
+            model=config.model,
+            shard=shard,
+            seed=config.seed,
+            pipeline=staged,
         ),
         in_shardings=(shardings, batch_shardings),
         out_shardings=whole,
@@ -219,13 +251,18 @@ def _refuse_idle_axes(setup: Setup, traced: Any) -> None:
         axes={"batch": names},
         role="compute",
     )
-    layouts = [batch, setup.layout.params, setup.layout.opt_state]
+    layout = setup.layout
+    layouts = [batch, layout.params, layout.opt_state, layout.variables]
     for axis, reason in idle_axes(setup.rules, layouts, traced).items():
         raise ValueError(
             f"mesh axis {axis}={setup.mesh.shape[axis]}: {reason}. Give these devices "
             f"to an axis that the plan {setup.config.plan!r} uses, such as data or "
-            "fsdp, or let the plan shard one of these dimensions over this axis."
+            "fsdp, or shard one of these dimensions over this axis by `rules`."
         )
+
+
+def _make_tx(optimizer: Any, axes: Any, learning_rate: optax.Schedule) -> Any:
+    return optimizer.make(learning_rate, axes)
 
 
 def _compile_anew() -> None:
@@ -293,19 +330,21 @@ def _abstract_batch(
     return batch
 
 
-def _check_alike(train: Dataset, other: Dataset, split: str) -> None:
-    """Raises where a split has other arrays than the one that is trained on."""
+def _check_alike(
+    train: Mapping[str, Any], other: Mapping[str, Any], where: str
+) -> None:
+    """Raises where an example has other arrays than `[0]` of the train split."""
     forms = (
-        {name: f"{x.dtype}{list(x.shape)}" for name, x in data[0].items()}
-        for data in (train, other)
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in example.items()}
+        for example in (train, other)
     )
     expected, found = forms
     for name in expected | found:
         old, new = (form.get(name, "nothing") for form in (expected, found))
         if old != new:
             raise ValueError(
-                f"the data gives {name!r} as {new} in split {split!r} and {old} in "
-                "split 'train'. Let all splits give the same arrays."
+                f"the data gives {name!r} as {new} {where} and {old} in split "
+                "'train'. Let all examples have the same arrays."
             )
 
 

@@ -19,6 +19,9 @@ Split = Literal["train", "eval"]
 class Dataset(Protocol):
     """An opened split: examples with random access, safe to read from threads.
 
+    Training reads example i of epoch e by `example(i, e)` where a dataset has that,
+    for augmentation that differs by epoch. It must be a pure function, as `[i]` is.
+
     Throughput is counted in examples, unless the dataset names what its examples are
     made of: `unit`, a plural noun such as "tokens", and `units_per_example`.
     """

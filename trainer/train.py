@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from etils import epath
 from rich.console import Console
 
-from ..sharding import MeshSpec, parse_plan
+from ..sharding import MeshSpec, Rules
 from . import (
     compiler_options,
     distributed,
@@ -30,6 +31,7 @@ from .pipelining import Pipelining
 from .plan import forecast as forecast_lib
 from .pulse import ALLOW_SECONDS, Pulse
 from .rollcall import calling as rollcall
+from .rules import make_rules
 from .run_folder import RunFolder, environment
 from .schedules import Schedule
 from .session import Session
@@ -41,6 +43,7 @@ from .state import Model, State
 FREE_FIELDS = (
     "mesh",
     "plan",
+    "rules",
     "num_microbatches",
     "pipeline",
     "log_every",
@@ -77,6 +80,10 @@ class Config:
     Attributes:
       batch_size: examples of one update, over all devices and microbatches.
       plan: sharding plans joined with +, see meshloom.sharding.plans.
+      rules: rules of your own, after those of the plan: {"classes": "tensor"} shards
+        the logical axis `classes` over the mesh axis tensor, {"classes": None} never
+        does, a list is tried in order, and {"classes": {"param": "fsdp"}} holds for one
+        role only (param, compute, optimizer).
       num_microbatches: parts of the batch computed one after the other; in a pipeline
         they are its microbatches. None takes 1, and in a pipeline a number for which
         little of the step is bubble.
@@ -117,6 +124,7 @@ class Config:
     num_steps: int
     mesh: MeshSpec = MeshSpec(data=-1)
     plan: str = "data+fsdp+tensor+pipeline"
+    rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_microbatches: int | None = None
     pipeline: Pipelining = Pipelining()
     max_grad_norm: float | None = 1.0
@@ -178,13 +186,16 @@ class Config:
                 "all. Set keep_checkpoints to a number, or leave them at 0."
             )
         storage.check(self.checkpoint_folder)
-        parse_plan(self.plan)
+        self.make_rules()
         compiler_options.parse(self.compiler_options)
         if unknown := set(self.writers) - set(metrics.EXTRAS):
             raise ValueError(
                 f"writers: {sorted(unknown)[0]!r} is unknown; there are 'tensorboard' "
                 "and 'wandb'"
             )
+
+    def make_rules(self) -> Rules:
+        return make_rules(self.plan, self.rules)
 
 
 def train(

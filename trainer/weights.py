@@ -1,9 +1,11 @@
-"""Beginning a run with the weights of another: its parameters, and nothing else."""
+"""Beginning a run with the weights of another: its parameters and variables only."""
 
 from typing import Any
 
+import jax
+
 from . import distributed, manifest
-from .checkpoint import latest_step, restore_params
+from .checkpoint import latest_step, restore_part
 from .checkpoint_tools import Stored
 from .failures import CorruptCheckpoint
 from .run_folder import RunFolder
@@ -11,7 +13,7 @@ from .setup import Setup
 from .state import State
 from .storage import checkpoints_of
 
-PREFIX = "params/"
+PARTS = ("params", "variables")
 
 
 def check(setup: Setup, folder: RunFolder) -> None:
@@ -31,8 +33,7 @@ def find(init_from: str, setup: Setup) -> Stored:
         stored = Stored.find(init_from)
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from error
-    target = {"params": setup.layout.abstract.params}
-    if lines := manifest.misfits(_only_params(stored.manifest()), target):
+    if lines := manifest.misfits(_only_weights(stored.manifest()), _target(setup)):
         raise ValueError(
             f"init_from: the weights of checkpoint {stored.path} do not fit this "
             f"config, in {len(lines)} arrays. Use the model that they were saved with, "
@@ -48,27 +49,32 @@ def begin(stored: Stored, setup: Setup) -> tuple[State, str]:
     try:
         # Before the digests: a process that gives up alone leaves the others waiting.
         with distributed.all_or_none("init_from"):
-            params = restore_params(
-                stored.folder,
-                stored.step,
-                layout.abstract.params,
-                layout.params.shardings(mesh),
-            )
+            found = restore_part(stored.folder, stored.step, _target(setup))
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"init_from: {error}. Choose another.") from error
-    if paths := manifest.differences(stored.manifest(), {"params": params}):
+    if paths := manifest.differences(stored.manifest(), found):
         raise CorruptCheckpoint(
             f"{where} is not what was saved: the digests of {len(paths)} arrays "
             f"differ, first {paths[0]}. Choose another."
         )
-    count = len(_only_params(stored.manifest())["arrays"])
-    taken = (
-        f"Beginning with the weights of {stored.path}: {count} arrays of parameters, "
-        "digests as saved. The optimizer and the step count begin anew."
+    counts = [len(jax.tree.leaves(found[name])) for name in found]
+    words = " and ".join(
+        f"{count} arrays of {'parameters' if name == 'params' else name}"
+        for name, count in zip(found, counts, strict=True)
     )
-    return layout.create_from(params, mesh), taken
+    taken = (
+        f"Beginning with the weights of {stored.path}: {words}, digests as saved. The "
+        "optimizer and the step count begin anew."
+    )
+    state = layout.create_from(found["params"], found.get("variables", {}), mesh)
+    return state, taken
 
 
-def _only_params(found: dict[str, Any]) -> dict[str, Any]:
+def _target(setup: Setup) -> dict[str, Any]:
+    tree = setup.abstract_state.to_tree()
+    return {name: tree[name] for name in PARTS if name in tree}
+
+
+def _only_weights(found: dict[str, Any]) -> dict[str, Any]:
     arrays = found["arrays"].items()
-    return {"arrays": {path: x for path, x in arrays if path.startswith(PREFIX)}}
+    return {"arrays": {path: x for path, x in arrays if path.split("/")[0] in PARTS}}

@@ -191,13 +191,15 @@ def _without_devices(spec):
 
 def _plan(config, mesh):
     """The layout of a config on a mesh, and the rules that made it."""
-    from ...sharding import parse_plan
+    from ..rules import name_settings
     from ..state import plan_layout
 
-    rules = parse_plan(config.plan)
+    rules = config.make_rules()
     learning_rate = config.schedule.make(config.num_steps)
     tx = config.optimizer.make(learning_rate, config.model.axes())
-    return plan_layout(config.model, tx, rules, mesh), rules
+    with name_settings(config):
+        axes = getattr(config.optimizer, "state_axes", None)
+        return plan_layout(config.model, tx, rules, mesh, state_axes=axes), rules
 
 
 def _dry_run(config, workdir: Path, insist: bool) -> None:

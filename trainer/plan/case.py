@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ...sharding import MeshSpec, Resolved, Rules, parse_plan
+from ...sharding import MeshSpec, Resolved, Rules
 from ...sharding.mesh import mesh_sizes
 from ...sharding.rules import Role
 from ...sharding.tree import ResolvedArray
 from ..pipelining import Plan as PipelinePlan
 from ..pipelining import plan_pipeline
+from ..rules import name_settings
 from ..state import State, plan_layout
 from .cutting import Cutting
 from .hardware import Target
@@ -129,16 +130,23 @@ class Case:
 
 def make_case(config: "Config", target: Target) -> Case:
     """Checks a config against a target; errors are those that a run would give."""
+    with name_settings(config):
+        return _make_case(config, target)
+
+
+def _make_case(config: "Config", target: Target) -> Case:
     model: Any = config.model
-    if not hasattr(model, "costs"):
-        raise ValueError(
-            f"model {type(model).__name__} has no method `costs`, so a plan cannot "
-            "know what its step keeps and multiplies. Write one as models/costs.py "
-            "does, or see its parameters alone with meshloom explain."
-        )
+    for name in ("costs", "model_flops"):
+        if not hasattr(model, name):
+            raise ValueError(
+                f"model {type(model).__name__} has no method `{name}`, so a plan "
+                "cannot know what its step keeps and multiplies. Write one as "
+                "models/transformer.py does, or see its parameters alone with meshloom "
+                "explain."
+            )
     spec = _with_slices(config.mesh, target)
     mesh = spec.abstract(target.num_devices)
-    sizes, rules = mesh_sizes(mesh), parse_plan(config.plan)
+    sizes, rules = mesh_sizes(mesh), config.make_rules()
     pipeline = plan_pipeline(
         config, mesh, rules, num_layers=getattr(model, "num_layers", None), advise=False
     )
@@ -147,7 +155,7 @@ def make_case(config: "Config", target: Target) -> Case:
     rows = config.batch_size // num
     is_torus = bool(target.device.torus)
     cut = _cutting(
-        _shaped(model), config.optimizer, config.plan, tuple(sizes.items()), is_torus
+        _shaped(model), config.optimizer, rules, tuple(sizes.items()), is_torus
     )
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
         name = f"batch_size {config.batch_size}{what}"
@@ -175,11 +183,17 @@ def _shaped(model: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _abstract_state(model: Any, optimizer: Any) -> tuple[State, State]:
+def _abstract_state(model: Any, optimizer: Any, rules: Rules) -> tuple[State, State]:
     """Shapes of the state and their logical axes; no mesh changes either."""
     # What the learning rate is matters to no shape.
     tx = optimizer.make(lambda step: 0.0, model.axes())
-    layout = plan_layout(model, tx, parse_plan("data"), MeshSpec().abstract())
+    layout = plan_layout(
+        model,
+        tx,
+        rules,
+        MeshSpec().abstract(),
+        state_axes=getattr(optimizer, "state_axes", None),
+    )
     return layout.abstract, layout.axes
 
 
@@ -188,12 +202,12 @@ def _abstract_state(model: Any, optimizer: Any) -> tuple[State, State]:
 def _cutting(
     model: Any,
     optimizer: Any,
-    plan: str,
+    rules: Rules,
     sizes: tuple[tuple[str, int], ...],
     tiled: bool,
 ) -> Cutting:
-    state, axes = _abstract_state(model, optimizer)
-    return Cutting(parse_plan(plan), dict(sizes), tiled, state, axes)
+    state, axes = _abstract_state(model, optimizer, rules)
+    return Cutting(rules, dict(sizes), tiled, state, axes)
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 from ....models.remat import Remat
-from ....sharding import MeshSpec, parse_plan
+from ....sharding import MeshSpec
 from ....sharding.mesh import AXES
 from ....sharding.resolve import Indivisible
 from ...pipelining import Pipelining
@@ -88,7 +88,7 @@ def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
     layers = model.num_layers if hasattr(model, "stack") else 1
     used = {
         axis
-        for row in parse_plan(config.plan).rows
+        for row in config.make_rules().rows
         if row.name not in ("batch", "lookup_batch")
         for candidate in row.candidates
         for axis in candidate
