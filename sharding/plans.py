@@ -34,6 +34,10 @@ STANDARD_NAMES: tuple[str, ...] = (
     "position",
 )
 BATCH_AXES = ("replica", "data", "fsdp", "expert")
+# What "auto" stands for: every mesh axis used in the usual way. A trainer may know the
+# devices and add to it.
+AUTO, STANDARD = "auto", "data+fsdp+tensor+pipeline"
+WITH_SEQUENCE = "data+fsdp+tensor+sequence+pipeline"
 
 
 def data() -> Rules:
@@ -115,9 +119,13 @@ PLANS: dict[str, Callable[[], Rules]] = {
 
 @functools.lru_cache(maxsize=64)
 def parse_plan(text: str) -> Rules:
-    """Rules from "data+fsdp+tensor", as configs and the command line write them."""
+    """Rules from "data+fsdp+tensor", as configs and the command line write them.
+
+    "auto" gives the rules of STANDARD.
+    """
     rules = Rules()
-    for name in (part.strip() for part in text.split("+")):
+    names = STANDARD if text == AUTO else text
+    for name in (part.strip() for part in names.split("+")):
         if name not in PLANS:
             raise ValueError(
                 f"plan {text!r}: {name!r} is no plan. Plans: {', '.join(PLANS)}."

@@ -135,7 +135,8 @@ class Broken(transformer.Config):
 def test_without_a_forecast_the_line_says_why(tiny, wrap, words):
     setup = prepare(tiny)
     other = dataclasses.replace(tiny, model=wrap(tiny.model))
-    found = forecast.foretell(dataclasses.replace(setup, config=other), 4)
+    chosen = dataclasses.replace(setup.chosen, config=other)
+    found = forecast.foretell(dataclasses.replace(setup, chosen=chosen), 4)
     assert found.line() == words
     assert found.to_json() == {
         "start": 4,

@@ -10,6 +10,7 @@ from meshloom.trainer.setup import Setup
 
 MESH = ["--mesh", "pipe=4,data=2"]
 LAYERS = sets_of("model.num_layers=8")
+ONE = 'pipeline.schedule="1f1b"'
 INTERLEAVED = 'pipeline.schedule="interleaved"'
 
 FLAGS = {
@@ -29,15 +30,15 @@ FLAGS = {
     ),
     "schedule unknown": (
         [*MESH, *LAYERS, *sets_of('pipeline.schedule="1F1B"')],
-        "schedule must be one of gpipe, 1f1b, interleaved, got '1F1B' (schedule from "
-        '--set pipeline.schedule="1F1B")',
+        "schedule must be one of gpipe, 1f1b, interleaved, auto, got '1F1B' (schedule "
+        'from --set pipeline.schedule="1F1B")',
     ),
     "gather unknown": (
         [*MESH, *LAYERS, *sets_of('pipeline.gather="layer"')],
-        "gather must be one of step, microbatch, got 'layer' (gather from --set",
+        "gather must be one of step, microbatch, auto, got 'layer' (gather from --set",
     ),
     "chunks for 1f1b": (
-        [*MESH, *LAYERS, *sets_of("pipeline.num_chunks=2")],
+        [*MESH, *LAYERS, *sets_of(ONE, "pipeline.num_chunks=2")],
         "num_chunks 2: schedule 1f1b has one chunk of layers a stage. Leave num_chunks "
         "unset, or take schedule interleaved. (.*num_chunks from --set "
         "pipeline.num_chunks=2)",

@@ -1,8 +1,11 @@
 """The simulator against closed forms, and against counts made by hand."""
 
 import json
+from types import SimpleNamespace
 from typing import get_args
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from meshloom.models.remat import Remat
@@ -13,6 +16,7 @@ from meshloom.sharding.pipeline import (
     make,
     simulate,
 )
+from meshloom.sharding.pipeline.chunks import Chunks
 from meshloom.sharding.pipeline.simulate import BACKWARD_COST
 
 MIB = 2**20
@@ -205,3 +209,43 @@ def test_a_chunk_of_one_layer_is_gathered_once_in_a_backward():
         make("interleaved", 4, 8, 8), remat="full", gather="microbatch", sizes=sizes
     )
     assert found.weight_gathers == 2 * 67 / 8
+
+
+@pytest.mark.parametrize(
+    ("remat", "layers", "is_wrapped", "forwards"),
+    [("full", 1, False, 4), ("full", 2, True, 5), ("save-named", 1, True, 4)],
+)
+def test_a_layer_is_recomputed_once(remat, layers, is_wrapped, forwards):
+    """Of a chunk of one layer, full remat has nothing to recompute a second time."""
+    calls = []
+
+    def rematerialize(body):
+        calls.append(body)
+        return jax.checkpoint(body)
+
+    stack = SimpleNamespace(
+        remat=remat,
+        rematerialize=rematerialize,
+        block=lambda params, x, batch, shard: jnp.tanh(x @ params["w"]),
+    )
+    keeps = SimpleNamespace(gather=lambda w, **_: w)
+    params = {"w": jnp.full((2 * layers, 3, 3), 0.1)}
+    chunks = Chunks(stack, params, {"w": keeps}, 2, None)  # type: ignore
+    _, pull = chunks.backward(1, jnp.ones((4, 3)), {})
+    assert bool(calls) == is_wrapped
+    found = simulate(
+        make("interleaved", 2, 4, 2),
+        remat=remat,
+        sizes=Sizes(layers_per_stage=2 * layers),
+    )
+    assert 1 + found.backward_cost == forwards
+    grads, _ = pull(jnp.ones((4, 3)))
+
+    def plain(w):
+        x = jnp.ones((4, 3))
+        for layer in range(layers, 2 * layers):
+            x = jnp.tanh(x @ w[layer])
+        return jnp.sum(x)
+
+    expected = jax.grad(plain)(params["w"])[layers:]
+    assert jnp.array_equal(grads["w"], expected)

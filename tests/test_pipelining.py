@@ -205,11 +205,11 @@ REFUSED = {
     ),
     "a schedule that is not there": (
         lambda: Pipelining(schedule="zero"),
-        "schedule must be one of gpipe, 1f1b, interleaved, got 'zero'",
+        "schedule must be one of gpipe, 1f1b, interleaved, auto, got 'zero'",
     ),
     "a gather that is not there": (
         lambda: Pipelining(gather="layer"),
-        "gather must be one of step, microbatch, got 'layer'",
+        "gather must be one of step, microbatch, auto, got 'layer'",
     ),
     "no chunk": (
         lambda: Pipelining(schedule="interleaved", num_chunks=0),

@@ -327,7 +327,7 @@ def test_slices_must_be_planned():
 
 
 def test_a_config_is_checked_as_a_run_would():
-    with pytest.raises(ValueError, match="batch_size 12.*cannot be cut 8 ways"):
+    with pytest.raises(ValueError, match="batch_size 12.*cannot be sharded 8 ways"):
         plan(config(), "v5e:2x4", mesh="fsdp=8", batch=12)
     with pytest.raises(ValueError, match="needs 4 devices, but there are 8"):
         plan(config(), "v5e:2x4", mesh="fsdp=4")

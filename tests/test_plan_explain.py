@@ -106,7 +106,7 @@ def test_stages_differ_in_layers_and_in_slots_that_are_filled():
 
 
 def test_interleaved_stages_have_chunks_of_layers():
-    chunks = Pipelining(schedule="interleaved")
+    chunks = Pipelining(schedule="interleaved", num_chunks=2)
     it = found("pipe=2,fsdp=4", pipeline=chunks, num_microbatches=4, num_layers=8)
     assert [s["layers"] for s in stages(it.case)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert "0-1, 4-5" in explain(it)

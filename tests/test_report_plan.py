@@ -102,7 +102,8 @@ def test_text_of_the_file_is_escaped_and_gaps_are_refused(tmp_path):
 
 def test_a_plan_is_a_page_of_its_own(tmp_path, capsys):
     page = tmp_path / "plan.html"
-    argv = "plan --config llama3_8b --target v5p-128 --batch 4096 --html"
+    argv = "plan --config llama3_8b --target v5p-128 --batch 4096"
+    argv += " --set num_microbatches=1 --html"
     assert cli.main([*argv.split(), str(page)]) == 1
     text = page.read_text("utf-8")
     assert "<h1>llama3_8b on v5p-128</h1>" in text and "default-src 'none'" in text

@@ -4,7 +4,7 @@ import pytest
 from tiny_plans import B, D, F, L, V, config
 
 from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.roofline import RESIDUALS, memory_seconds
+from meshloom.trainer.plan.roofline import ON_TPU, memory_seconds
 
 QKV, LAYER = 3 * D * D, 4 * D * D + 3 * D * F
 LAYERS = 4
@@ -65,7 +65,7 @@ def test_a_larger_batch_passes_more_of_the_stream():
     one, two = (plan(config(), "h100:1x8", mesh="fsdp=8", batch=n) for n in (64, 128))
     more = (memory_seconds(two.case) - memory_seconds(one.case)) * 3.35e12
     working, kept = 7 * D + 5 * F, 6 * D + 2 * F
-    block = RESIDUALS * D + 2 * working + 2 * kept
+    block = ON_TPU.residuals * D + 2 * working + 2 * kept
     assert more == pytest.approx(2 * 8 * L * (LAYERS * block + 3 * V), rel=0.1)
 
 

@@ -2,8 +2,10 @@
 
 from meshloom.models import transformer
 from meshloom.sharding import MeshSpec
+from meshloom.sharding.plans import STANDARD
 from meshloom.trainer.data import Synthetic
 from meshloom.trainer.optimizers import AdamW
+from meshloom.trainer.pipelining import Pipelining
 from meshloom.trainer.schedules import WarmupCosine
 from meshloom.trainer.train import Config
 
@@ -11,7 +13,7 @@ B, L, D, F, V = 64, 128, 256, 512, 1024  # batch, length, width, hidden, vocabul
 
 
 def config(remat="save-named", num_microbatches=None, **model) -> Config:
-    """4 layers of 4 heads, in bfloat16."""
+    """4 layers of 4 heads, in bfloat16, with nothing but microbatches left open."""
     return Config(
         model=transformer.Config(
             **{
@@ -31,5 +33,7 @@ def config(remat="save-named", num_microbatches=None, **model) -> Config:
         batch_size=B,
         num_steps=10,
         mesh=MeshSpec(fsdp=-1),
+        plan=STANDARD,
+        pipeline=Pipelining(schedule="1f1b", gather="step"),
         num_microbatches=num_microbatches,
     )

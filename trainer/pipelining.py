@@ -21,6 +21,7 @@ from ..sharding.pipeline.simulate import (
     simulate,
 )
 from ..sharding.pipeline.ticks import PIPE
+from ..sharding.plans import AUTO
 from ..sharding.resolve import resolve_dimensions
 from . import contract
 
@@ -36,31 +37,40 @@ class Pipelining:
     """How a mesh axis `pipe` larger than 1 is used.
 
     Attributes:
-      schedule: gpipe, 1f1b or interleaved; see docs/pipeline.md for which when.
-      num_chunks: chunks of layers on each stage, for interleaved; None takes 2.
-      gather: weights cut over fsdp are gathered once a "step" or at each use, once a
-        "microbatch".
+      schedule: gpipe, 1f1b or interleaved; "auto" is chosen for the devices, see
+        docs/pipeline.md.
+      num_chunks: chunks of layers on each stage, for interleaved; None is chosen.
+      gather: weights sharded over fsdp are gathered once a "step" or at each use, once
+        a "microbatch"; "auto" is chosen.
     """
 
-    schedule: str = "1f1b"
+    schedule: str = AUTO
     num_chunks: int | None = None
-    gather: str = "step"
+    gather: str = AUTO
 
     def __post_init__(self):
         for name, names in (("schedule", NAMES), ("gather", GATHERS)):
-            if getattr(self, name) not in names:
+            if getattr(self, name) not in (*names, AUTO):
                 raise ValueError(
-                    f"{name} must be one of {', '.join(names)}, got "
+                    f"{name} must be one of {', '.join((*names, AUTO))}, got "
                     f"{getattr(self, name)!r}"
                 )
         num = self.num_chunks
         if num is not None and num < 1:
             raise ValueError(f"num_chunks must be at least 1, got {num}")
-        if self.schedule != "interleaved" and num not in (None, 1):
+        if self.schedule not in ("interleaved", AUTO) and num not in (None, 1):
             raise ValueError(
                 f"num_chunks {num}: schedule {self.schedule} has one chunk of layers a "
                 "stage. Leave num_chunks unset, or take schedule interleaved."
             )
+
+    def plain(self) -> "Pipelining":
+        """Itself, with the simplest value for each that is left to be chosen."""
+        schedule = self.schedule
+        if schedule == AUTO:
+            schedule = "1f1b" if self.num_chunks in (None, 1) else "interleaved"
+        gather = "step" if self.gather == AUTO else self.gather
+        return dataclasses.replace(self, schedule=schedule, gather=gather)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +98,7 @@ class Plan:
             rules,
             model.axes(),
             model.batch_axes(),
-            gather=config.pipeline.gather,  # type: ignore
+            gather=config.pipeline.plain().gather,  # type: ignore
         )
 
     def describe(self, batch_size: int) -> str:
@@ -145,7 +155,7 @@ def plan_pipeline(
             f"mesh axis pipe={num_stages}: plan {config.plan!r} does not use it. Add "
             "+pipeline to the plan, or set pipe=1."
         )
-    settings = config.pipeline
+    settings = config.pipeline.plain()
     name, num_chunks = settings.schedule, settings.num_chunks
     each = _examples_each(config.batch_size, mesh, rules)
     num = config.num_microbatches

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..sharding import Rules, Sharder, idle_axes, resolve
+from ..sharding.mesh import mesh_sizes
 from ..sharding.resolve import resolve_dimensions, spec_of
 from ..sharding.text import human_bytes
 from . import compiler_options, contract, sampling
@@ -21,6 +22,7 @@ from . import step as step_lib
 from .config import tree as config_tree
 from .data import SAMPLE_IDS, Dataset, check_type, throughput_unit
 from .pipelining import Pipelining, Plan, plan_pipeline
+from .plan.choosing import Chosen, choose_here
 from .rules import name_settings
 from .run_folder import environment
 from .state import Layout, State, plan_layout
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 class Setup:
     """A config with its mesh, layout, data and jitted steps."""
 
-    config: "Config"
+    config: "Config"  # as it was given
+    chosen: Chosen  # what it left open, filled for the mesh
     mesh: Mesh
     rules: Rules
     layout: Layout
@@ -80,11 +83,14 @@ class Setup:
         sizes = ", ".join(f"{k}={v}" for k, v in params.mesh.items() if v > 1)
         lines = [
             f"{self.mesh.size} {device.device_kind} device(s) in {jax.process_count()} "
-            f"process(es), mesh {sizes or 'of one device'}, plan {self.config.plan}",
+            f"process(es), mesh {sizes or 'of one device'}, plan "
+            f"{self.chosen.config.plan}",
             f"{count:,} parameters; with optimizer state "
             f"{human_bytes(self.layout.bytes_per_device)} a device",
             f"Data: {_words(self.train_data.describe())}",
         ]
+        if self.chosen.line:
+            lines.append(self.chosen.line)
         if self.pipeline is not None:
             lines.append(self.pipeline.describe(self.config.batch_size))
         elif self.config.pipeline != Pipelining():
@@ -159,10 +165,12 @@ def prepare(config: "Config", devices: Any = None) -> Setup:
 def _prepare(config: "Config", devices: Any) -> Setup:
     contract.check(config.model)
     mesh = config.mesh.make(devices)
-    rules = config.make_rules()
+    chosen = choose_here(config, mesh_sizes(mesh), list(mesh.devices.flat))
+    settled = chosen.config
+    rules = settled.make_rules()
     learning_rate = config.schedule.make(config.num_steps)
     make_tx = functools.partial(_make_tx, config.optimizer, config.model.axes())
-    pipeline = plan_pipeline(config, mesh, rules)
+    pipeline = plan_pipeline(settled, mesh, rules)
     if pipeline is not None and mesh.devices.flat[0].platform == "cpu":
         _compile_anew()
     layout = plan_layout(
@@ -173,11 +181,11 @@ def _prepare(config: "Config", devices: Any) -> Setup:
         pipeline.order if pipeline else None,
         state_axes=getattr(config.optimizer, "state_axes", None),
     )
-    num_microbatches = config.num_microbatches or 1
+    num_microbatches = settled.num_microbatches or 1
     if pipeline is not None:
         num_microbatches = pipeline.schedule.num_microbatches
     shard = Sharder(mesh, rules)
-    staged = pipeline.bind(config, mesh, rules) if pipeline else None
+    staged = pipeline.bind(settled, mesh, rules) if pipeline else None
     train_data = config.data.open("train")
     eval_data = _held_out(config) if config.eval_batches else None
     throughput_unit(train_data)  # raises where it is not one
@@ -220,6 +228,7 @@ def _prepare(config: "Config", devices: Any) -> Setup:
     )
     setup = Setup(
         config,
+        chosen,
         mesh,
         rules,
         layout,
@@ -256,8 +265,8 @@ def _refuse_idle_axes(setup: Setup, traced: Any) -> None:
     for axis, reason in idle_axes(setup.rules, layouts, traced).items():
         raise ValueError(
             f"mesh axis {axis}={setup.mesh.shape[axis]}: {reason}. Give these devices "
-            f"to an axis that the plan {setup.config.plan!r} uses, such as data or "
-            "fsdp, or shard one of these dimensions over this axis by `rules`."
+            f"to an axis that the plan {setup.chosen.config.plan!r} uses, such as data "
+            "or fsdp, or shard one of these dimensions over this axis by `rules`."
         )
 
 

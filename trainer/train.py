@@ -11,6 +11,7 @@ from etils import epath
 from rich.console import Console
 
 from ..sharding import MeshSpec, Rules
+from ..sharding.plans import AUTO
 from . import (
     compiler_options,
     distributed,
@@ -79,14 +80,15 @@ class Config:
 
     Attributes:
       batch_size: examples of one update, over all devices and microbatches.
-      plan: sharding plans joined with +, see meshloom.sharding.plans.
+      plan: sharding plans joined with +, see meshloom.sharding.plans; "auto" is chosen
+        for the mesh and its devices, as all that is left open below (docs/plan.md).
       rules: rules of your own, after those of the plan: {"classes": "tensor"} shards
         the logical axis `classes` over the mesh axis tensor, {"classes": None} never
         does, a list is tried in order, and {"classes": {"param": "fsdp"}} holds for one
         role only (param, compute, optimizer).
       num_microbatches: parts of the batch computed one after the other; in a pipeline
-        they are its microbatches. None takes 1, and in a pipeline a number for which
-        little of the step is bubble.
+        they are its microbatches. None is chosen: the fewest that fit in memory, and in
+        a pipeline a number for which little of the step is bubble.
       pipeline: how a mesh axis pipe larger than 1 is used.
       max_grad_norm: gradients are scaled down to this global norm; None does not clip.
       skip_grad_norm: a step whose gradient has a larger norm is left out, as one that
@@ -123,7 +125,7 @@ class Config:
     batch_size: int
     num_steps: int
     mesh: MeshSpec = MeshSpec(data=-1)
-    plan: str = "data+fsdp+tensor+pipeline"
+    plan: str = AUTO
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_microbatches: int | None = None
     pipeline: Pipelining = Pipelining()

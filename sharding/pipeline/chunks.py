@@ -25,6 +25,9 @@ class Chunks:
         self._params = params
         self._keeps = stack.remat == "none"  # residuals, from forward to backward
         self._length = jax.tree.leaves(params)[0].shape[0] // num
+        # The chunk is computed again from its input; of one layer under "full" that is
+        # all there is to recompute, and a checkpoint would do it a second time.
+        self._is_recomputed_once = stack.remat == "full" and self._length == 1
         self._num = num
         self._form: Any = None  # of a backward, once a forward was traced
         self._held: list[int | None] = []  # residuals that are weights, which
@@ -63,7 +66,7 @@ class Chunks:
 
         if self._keeps:
             layer = jax.checkpoint(layer, policy=_is_computed, prevent_cse=False)
-        else:
+        elif not self._is_recomputed_once:
             layer = self._stack.rematerialize(layer)
         return lax.scan(layer, x, params)[0]
 

@@ -8,6 +8,7 @@ one microbatch through all layers of a stage. One chunk of R costs 1/R of these:
   none                      1        2      all values of the chunks in flight
   save-named, save-dots     1        3      their inputs; the policy's values of one
   full                      1        4      their inputs; the layer inputs of one
+  full, chunks of a layer   1        3      their inputs
 
 Each forward sends one activation to the next stage over every link of the ring, each
 backward one to the stage before. The work outside the blocks is cut over the stages.
@@ -148,6 +149,16 @@ class Simulation:
     traffic: Traffic
 
     @property
+    def recomputes_once(self) -> bool:
+        """Whether full remat is one layer computed again from its chunk's input."""
+        return self.remat == "full" and self.layer_inputs == 1
+
+    @property
+    def backward_cost(self) -> int:
+        """Of one microbatch through a stage, in forwards."""
+        return backward_cost(self.remat, self.layer_inputs)
+
+    @property
     def bubble(self) -> float:
         """Share of the step in which a stage has nothing useful to do."""
         return (self.cost - self.ideal) / self.cost
@@ -161,6 +172,11 @@ class Simulation:
         """All of it, for json.dumps."""
         shares = {"bubble": self.bubble, "ratio": self.ratio}
         return {**dataclasses.asdict(self), **shares}
+
+
+def backward_cost(remat: str, layers: int | None) -> int:
+    """In forwards; `layers` are those of a chunk, if they are known."""
+    return BACKWARD_COST[remat] - (remat == "full" and layers == 1)
 
 
 def simulate(
@@ -212,8 +228,8 @@ def simulate(
         num_ticks=schedule.num_ticks,
         forward_ticks=F,
         backward_ticks=B,
-        cost=(F + B * BACKWARD_COST[remat]) / R,
-        ideal=M * (1 + BACKWARD_COST[remat]),
+        cost=(F + B * backward_cost(remat, layers)) / R,
+        ideal=M * (1 + backward_cost(remat, layers)),
         live=tuple(live.max(axis=0).tolist()),
         slots=slots,
         layer_inputs=layer_inputs,

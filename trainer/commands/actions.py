@@ -78,7 +78,8 @@ def explain(args: Namespace) -> None:
     from ...sharding.text import human_bytes
 
     loaded = _load(args)
-    layout, rules = _plan(loaded.config, _without_devices(loaded.config.mesh))
+    mesh = _without_devices(loaded.config.mesh)
+    layout, rules = _plan(loaded.config, mesh)
     if args.json:
         print(json.dumps(layout.params.to_json(), indent=1))
         return
@@ -89,6 +90,8 @@ def explain(args: Namespace) -> None:
         return
     print(layout.params)
     print()
+    if line := _chosen(loaded.config, mesh):
+        print(line)
     print(layout.params.summary())
     print(
         f"optimizer state: {human_bytes(layout.opt_state.bytes)}, "
@@ -98,6 +101,16 @@ def explain(args: Namespace) -> None:
     for note in lint(rules, used, layout.params.mesh):
         if not note.startswith("never used"):  # activations are not listed here
             print(f"note: {note}")
+
+
+def _chosen(config, mesh) -> str:
+    """What `train` would choose on this mesh of devices like those here."""
+    import jax
+
+    from ...sharding.mesh import mesh_sizes
+    from ..plan.choosing import choose_here
+
+    return choose_here(config, mesh_sizes(mesh), jax.devices()).line
 
 
 def config_show(args: Namespace) -> None:

@@ -6,10 +6,12 @@ Few settings go before many, and among as many those that add least time to an e
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...sharding import MeshSpec
-from .case import make_case
+from ...sharding.plans import AUTO
+from ..pipelining import Pipelining
+from . import predict
 from .predict import Plan
 from .searching.candidates import ONE_CHUNK, Choice
 from .searching.searching import search
@@ -53,66 +55,61 @@ def cheapest_changes(plan: Plan, num: int = 3) -> list[Change]:
         seconds, flags, config = firsts[things]
         if any(less <= things and found[less] <= seconds for less in found):
             continue
+        changed = predict.plan(config, plan.target)
+        if not changed.fits:  # what is open was chosen otherwise than the search did
+            continue
         found[things] = seconds
-        changed = Plan(make_case(config, plan.target))
-        slower = seconds / plan.seconds_an_example
+        slower = changed.seconds_an_example / plan.seconds_an_example
         result.append(Change(tuple(flag for _, flag in flags), changed, slower))
     return result[:num]
 
 
 def _searched(plan: Plan) -> Iterator[tuple[float, Flags, "Config"]]:
-    derived: dict[Choice, int] = {}
-    for candidate in search(plan.config, plan.target).fitting:
-        choice = candidate.choice
-        flags = _flags(choice, plan, derived)
+    for candidate in search(plan.given, plan.target).fitting:
+        flags, config = _changed(candidate.choice, plan)
         assert candidate.seconds is not None
-        yield candidate.seconds, flags, choice.of(plan.config)
+        if flags:
+            yield candidate.seconds, flags, config
 
 
-def _flags(choice: Choice, plan: Plan, derived: dict[Choice, int]) -> Flags:
-    """What a choice sets otherwise than the plan."""
-    config, case, found = plan.config, plan.case, {}
+def _changed(choice: Choice, plan: Plan) -> tuple[Flags, "Config"]:
+    """What a choice sets otherwise than the config, and the config with that.
+
+    What the config leaves open it need not set: that is chosen again.
+    """
+    given, case, found = plan.given, plan.case, {}
+    changed: dict[str, Any] = {}
     if str(choice.mesh) != str(MeshSpec(**case.sizes, dcn=case.spec.dcn)):
-        found["mesh"] = f"--mesh {choice.mesh}"
-    if choice.remat is not None and choice.remat != getattr(
-        config.model, "remat", None
-    ):
+        found["mesh"], changed["mesh"] = f"--mesh {choice.mesh}", choice.mesh
+    model: Any = given.model
+    if choice.remat is not None and choice.remat != getattr(model, "remat", None):
         found["remat"] = f"--set model.remat='\"{choice.remat}\"'"
-    if choice.schedule and choice.schedule != config.pipeline.schedule:
-        found["schedule"] = f"--set pipeline.schedule='\"{choice.schedule}\"'"
-    # Of interleaved, 2 chunks are what it has by itself.
+        changed["model"] = dataclasses.replace(model, remat=choice.remat)
+    pipeline, flags = given.pipeline, []
+    if choice.schedule and pipeline.schedule not in (AUTO, choice.schedule):
+        flags.append(f"--set pipeline.schedule='\"{choice.schedule}\"'")
+        pipeline = Pipelining(schedule=choice.schedule, gather=pipeline.gather)
     if choice.schedule and choice.schedule not in ONE_CHUNK:
-        if choice.num_chunks != (config.pipeline.num_chunks or 2):
-            found["schedule"] = (
-                f"{found.get('schedule', '')} --set "
-                f"pipeline.num_chunks={choice.num_chunks}"
-            ).strip()
-    if choice.num_microbatches != _num_microbatches(choice, plan, derived):
+        if given.pipeline.num_chunks not in (None, choice.num_chunks):
+            flags.append(f"--set pipeline.num_chunks={choice.num_chunks}")
+            pipeline = dataclasses.replace(pipeline, num_chunks=choice.num_chunks)
+    if flags:
+        found["schedule"], changed["pipeline"] = " ".join(flags), pipeline
+    if given.num_microbatches not in (None, choice.num_microbatches):
         found["microbatches"] = f"--set num_microbatches={choice.num_microbatches}"
-    return tuple(found.items())
-
-
-def _num_microbatches(choice: Choice, plan: Plan, derived: dict[Choice, int]) -> int:
-    """What a run takes with all of a choice but its microbatches."""
-    config = plan.config
-    if config.num_microbatches is not None or not choice.schedule:
-        return config.num_microbatches or 1
-    key = dataclasses.replace(choice, remat=None, num_microbatches=1)
-    if key not in derived:
-        free = dataclasses.replace(key.of(config), num_microbatches=None)
-        derived[key] = make_case(free, plan.target).num_microbatches
-    return derived[key]
+        changed["num_microbatches"] = choice.num_microbatches
+    return tuple(found.items()), dataclasses.replace(given, **changed)
 
 
 def _fewer(plan: Plan) -> Iterator[tuple[float, Flags, "Config"]]:
     """Half of the examples, a quarter and so on, as far as they divide."""
-    config = plan.config
+    config = plan.given
     parts = plan.case.ways(("batch",), (config.batch_size,))
     parts *= config.num_microbatches or 1
     rows = config.batch_size // 2
     while rows >= parts and not rows % parts:
         fewer = dataclasses.replace(config, batch_size=rows)
-        changed = Plan(make_case(fewer, plan.target))
+        changed = predict.plan(fewer, plan.target)
         if changed.fits:
             yield changed.seconds_an_example, (("batch", f"--batch {rows}"),), fewer
         rows //= 2

@@ -129,7 +129,10 @@ class Case:
 
 
 def make_case(config: "Config", target: Target) -> Case:
-    """Checks a config against a target; errors are those that a run would give."""
+    """Checks a config against a target; errors are those that a run would give.
+
+    What is left to be chosen has its plain value here; choosing.py chooses.
+    """
     with name_settings(config):
         return _make_case(config, target)
 
@@ -171,8 +174,17 @@ def _make_case(config: "Config", target: Target) -> Case:
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=_costs(model, rows, length, target.device.platform),
+        costs=_staged_costs(
+            _costs(model, rows, length, target.device.platform), pipeline
+        ),
     )
+
+
+def _staged_costs(costs: Any, pipeline: PipelinePlan | None) -> Any:
+    """Under full remat a chunk of one layer is computed again once, not twice."""
+    if pipeline is None or not pipeline.simulation.recomputes_once:
+        return costs
+    return dataclasses.replace(costs, recomputed=frozenset())
 
 
 def _shaped(model: Any) -> Any:

@@ -84,7 +84,8 @@ def foretell(setup: "Setup", start: int, hosts: Sequence[str] = ()) -> Forecast:
     """The forecast of a run's steps after `start`, for its own devices."""
     try:
         devices = list(setup.mesh.devices.flat)
-        found = plan(setup.config, target_here(devices, setup.matmul_dtype, hosts))
+        target = target_here(devices, setup.matmul_dtype, hosts)
+        found = plan(setup.chosen.config, target)
         forecast = Forecast(start, found)
         forecast.line()  # what cannot be computed fails here
         return forecast

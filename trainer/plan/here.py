@@ -45,6 +45,28 @@ def target_here(
     return Target(f"{device.name}:{nodes}x{each}", device, (each,), nodes)
 
 
+def published_target(devices: Sequence[Any]) -> Target:
+    """As `target_here`, by published figures alone: the same in all processes.
+
+    A ValueError says why there are none.
+    """
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise ValueError(f"the devices differ: {', '.join(kinds)}")
+    device = planned_device(kinds[0])
+    if device is None:
+        raise ValueError(f"the figures of {kinds[0]} are not known")
+    if device.torus:
+        return _slices(device, devices)
+    # Devices of one node, as far as jax knows; otherwise those of one process.
+    node = [getattr(d, "slice_index", None) for d in devices]
+    nodes = len(set(node if None not in node else [d.process_index for d in devices]))
+    each, rest = divmod(len(devices), nodes)
+    if rest:
+        raise ValueError(f"{len(devices)} devices are not spread evenly on {nodes}")
+    return Target(f"{device.name}:{nodes}x{each}", device, (each,), nodes)
+
+
 def _cpu(devices: Sequence[Any], dtype: str) -> Target:
     if len({device.process_index for device in devices}) > 1:
         raise ValueError("how CPU processes share cores and network is not known")

@@ -5,6 +5,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ...sharding import MeshSpec
+from ...sharding.mesh import mesh_sizes
 from .case import Case, make_case
 from .flops import Flops, flops
 from .hardware import Target, parse_target
@@ -14,13 +15,19 @@ from .traffic import Transfer, by_axes, traffic
 
 if TYPE_CHECKING:
     from ..train import Config
+    from .choosing import Chosen
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step of a config costs on each device of a target."""
+    """What a step of a config costs on each device of a target.
+
+    Attributes:
+      chosen: how what was left open in the config was filled, if it was asked.
+    """
 
     case: Case
+    chosen: "Chosen | None" = None
 
     @functools.cached_property
     def memory(self) -> Memory:
@@ -41,6 +48,16 @@ class Plan:
     @property
     def config(self) -> "Config":
         return self.case.config
+
+    @property
+    def given(self) -> "Config":
+        """The config before what it leaves open was chosen."""
+        return self.chosen.given if self.chosen else self.config
+
+    @property
+    def choice(self) -> str:
+        """What was chosen, in a line; empty where nothing was."""
+        return self.chosen.line if self.chosen else ""
 
     @property
     def target(self) -> Target:
@@ -93,6 +110,7 @@ class Plan:
             },
             "mesh": case.sizes,
             "plan": self.config.plan,
+            "chosen": self.choice,
             "batch_size": self.config.batch_size,
             "num_microbatches": case.num_microbatches,
             "remat": getattr(self.config.model, "remat", None),
@@ -151,4 +169,8 @@ def plan(
         config = dataclasses.replace(config, mesh=mesh)
     if batch is not None:
         config = dataclasses.replace(config, batch_size=batch)
-    return Plan(make_case(config, target))
+    from .choosing import choose  # which needs Plan
+
+    sizes = mesh_sizes(config.mesh.abstract(target.num_devices))
+    chosen = choose(config, sizes, target)
+    return Plan(make_case(chosen.config, target), chosen)

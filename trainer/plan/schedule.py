@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from ...sharding.pipeline import picture
 from ...sharding.pipeline.schedule import NAMES, Schedule, make
 from ...sharding.pipeline.simulate import (
-    BACKWARD_COST,
     GATHERS,
     Simulation,
     Sizes,
@@ -237,7 +236,7 @@ def _mark(name: str, is_chosen: bool) -> str:
 
 
 def _forwards(row: Simulation) -> str:
-    return f"{1 + BACKWARD_COST[row.remat]} forwards"
+    return f"{1 + row.backward_cost} forwards"
 
 
 def _percent(share: float) -> str:

@@ -51,7 +51,8 @@ def show(args: Namespace) -> int | None:
             document["explain"] = explain.to_json(found)
         print(json.dumps(document, indent=1))
         return None if found.fits else DOES_NOT_FIT
-    blocks = [_head(found), _memory(found), _work(found), _time(found)]
+    head = _head(found) + (f"\n{found.choice}" if found.choice else "")
+    blocks = [head, _memory(found), _work(found), _time(found)]
     if compiled is not None:
         blocks.append(compiled.table(found))
     if args.explain:

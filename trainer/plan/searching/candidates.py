@@ -6,9 +6,11 @@
   microbatches  every number that divides the examples of a device; in a pipeline up to
                 MOST_IN_PIPE, of which the bubble is small with any number of stages
   schedule      with a pipe: gpipe, 1f1b, interleaved with every number of chunks
+  gather        with a pipe, if the config leaves it open
 
-Batch, plan and model stay as they are. An axis that the plan does not use stays 1, pipe
-has stages of whole layers, and what the mesh does not divide is left out.
+Batch and model stay as they are, and the plan if it is set; otherwise `sequence` goes
+with a tensor axis that divides the positions. An axis that the plan does not use stays
+1, pipe has stages of whole layers, and what the mesh does not divide is left out.
 """
 
 import dataclasses
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from ....models.remat import Remat
 from ....sharding import MeshSpec
 from ....sharding.mesh import AXES
+from ....sharding.pipeline.simulate import GATHERS
+from ....sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from ....sharding.resolve import Indivisible
 from ...pipelining import Pipelining
 from ..case import Case, make_case
@@ -38,10 +42,12 @@ class Choice:
     """What a search sets in a config; `schedule` is "" without a pipe."""
 
     mesh: MeshSpec
+    plan: str
     remat: Remat | None
     num_microbatches: int
     schedule: str = ""
     num_chunks: int = 1
+    gather: str = "step"
 
     def of(self, config: "Config") -> "Config":
         """The config with this chosen."""
@@ -54,9 +60,14 @@ class Choice:
                 config.pipeline,
                 schedule=self.schedule,
                 num_chunks=None if self.schedule in ONE_CHUNK else self.num_chunks,
+                gather=self.gather,
             )
         return dataclasses.replace(
-            config, mesh=self.mesh, num_microbatches=self.num_microbatches, **changed
+            config,
+            mesh=self.mesh,
+            plan=self.plan,
+            num_microbatches=self.num_microbatches,
+            **changed,
         )
 
     @property
@@ -66,7 +77,8 @@ class Choice:
         if not self.schedule:
             return f"{num} parts" if num > 1 else "whole"
         chunks = f" of {self.num_chunks}" if self.schedule not in ONE_CHUNK else ""
-        return f"{self.schedule}{chunks}, {num}"
+        late = ", gathering each" if self.gather == "microbatch" else ""
+        return f"{self.schedule}{chunks}, {num}{late}"
 
 
 def all_choices(config: "Config", target: Target) -> Iterator[tuple[Case, list]]:
@@ -75,11 +87,22 @@ def all_choices(config: "Config", target: Target) -> Iterator[tuple[Case, list]]
         on_mesh = dataclasses.replace(
             config, mesh=spec, num_microbatches=1, pipeline=Pipelining()
         )
+        case = _divided(on_mesh, target)
+        if case is not None:
+            yield case, choices_on(config, case)
+
+
+def _divided(config: "Config", target: Target) -> Case | None:
+    """The config on its mesh, with `sequence` where that is open and divides."""
+    plans = [config.plan]
+    if config.plan == AUTO:
+        plans = [WITH_SEQUENCE, STANDARD] if config.mesh.tensor > 1 else [STANDARD]
+    for name in plans:
         try:
-            case = make_case(on_mesh, target)
+            return make_case(dataclasses.replace(config, plan=name), target)
         except Indivisible:
             continue
-        yield case, choices_on(config, case)
+    return None
 
 
 def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
@@ -123,12 +146,25 @@ def choices_on(config: "Config", case: Case) -> list[Choice]:
         chunks = divisors(case.layers)[1:]
         schedules += [("interleaved", num) for num in chunks]
     spec = MeshSpec(**{a: case.sizes[a] for a in AXES}, dcn=case.spec.dcn)
+    gathers = gathers_on(case.target, config.pipeline) if case.pipeline else ("step",)
     return [
-        Choice(spec, remat, num, name, chunks)
+        Choice(spec, case.config.plan, remat, num, name, chunks, gather)
         for name, chunks in schedules
         for num in counts
         for remat in remats
+        for gather in gathers
     ]
+
+
+def gathers_on(target: Target, pipeline: Pipelining) -> tuple[str, ...]:
+    """When a pipeline may gather weights, where that is open.
+
+    With weights gathered once a microbatch the closed form was held against the
+    compiler for TPUs alone.
+    """
+    if pipeline.gather != AUTO:
+        return (pipeline.gather,)
+    return GATHERS if target.device.torus else GATHERS[:1]
 
 
 def divisors(count: int) -> list[int]:
