@@ -174,4 +174,5 @@ def test_a_job_that_loses_a_process_ends_as_if_it_had_not(
     killed = f"attempt 1: worker {worker} was killed by signal 9 (SIGKILL)"
     assert killed in found.stderr and "done at attempt 2" in found.stderr
     assert re.search(r"^0 \| Resuming from step \d+$", found.stdout, re.M)
+    assert "0 | Loaded from an earlier attempt: digests\n" in found.stdout
     assert losses == uninterrupted

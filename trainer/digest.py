@@ -46,16 +46,41 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
+def prepare(tree: Any, compile: Callable[[Any], Any]) -> None:
+    """Compiles the digests of a tree of arrays, or of shapes with shardings, by others.
+
+    Args:
+      compile: of what jax.jit(f).lower(...) gives; must give the same program.
+    """
+    arrays = jax.tree.leaves(tree)
+    program = _everywhere(_mesh_of(arrays))
+    program.compiled[_form(arrays)] = compile(program.jitted.lower(arrays))
+
+
+class _Everywhere:
+    """The digests of arrays, whose few numbers every process of the mesh gets."""
+
+    def __init__(self, mesh: Mesh | None):
+        def digests(arrays: list[jax.Array]) -> list[jax.Array]:
+            return [array_digest(x) for x in arrays]
+
+        self.jitted = jax.jit(digests)
+        if mesh is not None:
+            self.jitted = jax.jit(digests, out_shardings=NamedSharding(mesh, P()))
+        self.compiled: dict[Any, Callable] = {}
+
+    def __call__(self, arrays: list[Any]) -> list[jax.Array]:
+        return self.compiled.get(_form(arrays), self.jitted)(arrays)
+
+
 @functools.cache
-def _everywhere(mesh: Mesh | None) -> Callable:
-    """The jitted digests, whose few numbers every process of the mesh gets."""
+def _everywhere(mesh: Mesh | None) -> _Everywhere:
+    return _Everywhere(mesh)
 
-    def digests(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [array_digest(x) for x in arrays]
 
-    if mesh is None:
-        return jax.jit(digests)
-    return jax.jit(digests, out_shardings=NamedSharding(mesh, P()))
+def _form(arrays: list[Any]) -> tuple:
+    """All that a compiled program of these arrays depends on."""
+    return tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in arrays)
 
 
 @jax.jit  # arrays of one shape then share what is traced

@@ -1,6 +1,7 @@
 """A run in flight: its steps, with everything that accompanies them."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,11 +9,12 @@ import jax
 from rich.console import Console
 
 from ..launch.masking import masked_text
-from . import distributed, loop, metrics, weights
+from . import digest, distributed, loop, metrics, weights
 from .bad_steps import BadSteps, Rewind, give_up
 from .checkpoint import Checkpoints, committed_steps
 from .config import tree as config_tree
 from .data import Order, device_batches, throughput_unit
+from .executables import Executables
 from .hooks import Evaluate, Recorder, Save
 from .ledger import Ledger
 from .peaks import total_peak
@@ -43,11 +45,16 @@ class Session:
     hooks: Iterable[loop.Hook]
     should_leave: Callable[[int], bool] | None
     phases: Phases
+    executables: Executables
 
     def begin(self) -> Position:
         """From the newest checkpoint, or from nothing."""
         self._note_start()
         self.pulse.beat(allow=ALLOW_SECONDS)
+        if self.executables.are_kept:
+            tree = self.setup.layout.placed(self.setup.mesh)._asdict()
+            compile = functools.partial(self.executables.compile, "digests")
+            digest.prepare(tree, compile)
         found = restore_newest(self.checkpoints, self.setup, self.ledger, self.console)
         if found is None:
             found = Position(0, self._new_state())
@@ -71,7 +78,7 @@ class Session:
         """The steps from a position on; rewinds where too many in a row fail."""
         self.pulse.beat(allow=COMPILE_SECONDS)
         self.console.print("Compiling the train step ...")
-        step_fn = self.setup.compile()
+        step_fn = self.setup.compile(self.executables)
         distributed.wait_for_all("compiled", COMPILE_SECONDS)
         self.phases.reached("compiled")
         phases = self.phases

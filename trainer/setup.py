@@ -21,6 +21,7 @@ from . import compiler_options, contract, sampling
 from . import step as step_lib
 from .config import tree as config_tree
 from .data import SAMPLE_IDS, Dataset, check_type, throughput_unit
+from .executables import Executables
 from .pipelining import Pipelining, Plan, plan_pipeline
 from .plan.choosing import Chosen, choose_here
 from .rules import name_settings
@@ -29,6 +30,9 @@ from .state import Layout, State, plan_layout
 
 if TYPE_CHECKING:
     from .train import Config
+
+
+TRAIN_STEP = "train step"  # the name of its program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +143,23 @@ class Setup:
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
 
     @functools.cached_property
-    def _compiled(self) -> Any:
+    def _compiled(self) -> dict[str, Any]:
+        """The train step, once it is."""
+        return {}
+
+    def compile(self, executables: Executables | None = None) -> Any:
+        """The train step as it runs; whoever asks again gets the same.
+
+        Args:
+          executables: where an attempt before may have left it; None compiles.
+        """
+        executables = executables or Executables(None)
+        if TRAIN_STEP in self._compiled:
+            return self._compiled[TRAIN_STEP]
         options = compiler_options.parse(self.config.compiler_options)
         try:
-            return self.lowered.compile(compiler_options=options)
+            compiled = executables.compile(TRAIN_STEP, self.lowered, options)
+            return self._compiled.setdefault(TRAIN_STEP, compiled)
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise
@@ -150,10 +167,6 @@ class Setup:
                 f"compiler_options: {error}. The compiler here knows no such option; "
                 "take it out of the config."
             ) from None
-
-    def compile(self) -> Any:
-        """The train step as it runs; whoever asks again gets the same."""
-        return self._compiled
 
 
 def prepare(config: "Config", devices: Any = None) -> Setup:

@@ -15,6 +15,7 @@ from ..sharding.plans import AUTO
 from . import (
     compiler_options,
     distributed,
+    executables,
     loop,
     metrics,
     probe,
@@ -273,6 +274,7 @@ def train(
             hooks,
             should_leave,
             phases,
+            executables.of_job(folder.path, console),
         )
         phases.reached("ready")
         forecast = None
