@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 # setuptools warns of every editable install; errors still show.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
+ALONE_VENV := build/alone-venv
 
 .PHONY: install dev train test lint types tests slow wheel-test benchmarks clean
 
@@ -58,7 +59,8 @@ tests: $(DEV)
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-# The wheel in an environment of its own, used from another folder.
+# The wheel in an environment of its own, used from another folder; then the sharding
+# library in one that has none of the trainer's dependencies.
 wheel-test: $(DEV)
 	rm -rf build/lib build/wheel && mkdir -p build/wheel
 	$(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log || (cat build/wheel.log; exit 1)
@@ -66,6 +68,10 @@ wheel-test: $(DEV)
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt --force-reinstall --no-deps build/wheel/*.whl
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt build/wheel/*.whl
 	mkdir -p build/elsewhere && cd build/elsewhere && ../../$(WHEEL_VENV)/bin/python ../../tests/wheel_check.py
+	test -x $(ALONE_VENV)/bin/python || $(PYTHON) -m venv $(ALONE_VENV)
+	$(ALONE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt jax equinox flax optax
+	$(ALONE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps build/wheel/*.whl
+	cd build/elsewhere && ../../$(ALONE_VENV)/bin/python ../../tests/alone_check.py
 
 benchmarks: $(DEV)
 	$(BIN)/python benchmarks/overhead.py
