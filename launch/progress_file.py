@@ -40,10 +40,15 @@ class Report:
 
 
 def read(path: Path) -> Report | None:
-    """The newest report; None where there is none yet."""
+    """The newest report; None where there is none yet.
+
+    An empty file is one that somebody writes in place, and not yet a malformed report.
+    """
     try:
         text = path.read_text()
     except FileNotFoundError:
+        return None
+    if not text:
         return None
     try:
         found = json.loads(text)

@@ -21,8 +21,8 @@ from . import failures, holds
 from .failures import CorruptCheckpoint, Unreadable
 
 # How tensorstore begins its errors. These speak of the bytes that were read; all others
-# (UNKNOWN, UNAVAILABLE, PERMISSION_DENIED, ...) of storage that did not give any.
-WRONG_BYTES = ("OUT_OF_RANGE", "FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT")
+# (UNKNOWN, UNAVAILABLE, PERMISSION_DENIED, ...) of storage that gave none.
+WRONG_BYTES = ("OUT_OF_RANGE", "FAILED_PRECONDITION", "DATA_LOSS")
 NOT_FOUND = "NOT_FOUND"
 # Of orbax, where what it reads as JSON is not.
 WRONG_TEXT = (json.JSONDecodeError, UnicodeDecodeError, KeyError)
