@@ -18,8 +18,14 @@ BUCKET = "bucket"
 
 
 class Objects(dict):
-    """{name: (generation, content)}"""
+    """{name: (generation, content)}
 
+    Attributes:
+      resets: so many of the next reads of arrays end without an answer.
+      refusals: so many of the next are answered with status 403.
+    """
+
+    resets = refusals = 0
     lock = threading.Lock()
     generations = itertools.count(1)
 
@@ -101,8 +107,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.answer(404, {"error": {"code": 404, "message": "not found"}})
             elif query.get("alt") != "media":
                 self.answer(200, self.objects.about(path[3]))
-            else:
+            elif not self.fails(path[3]):
                 self.send_content(*self.objects[path[3]], query)
+
+    def fails(self, name: str) -> bool:
+        if "/state/" not in name:
+            return False
+        if self.objects.resets:
+            self.objects.resets -= 1
+            self.close_connection = True
+            return True
+        if self.objects.refusals:
+            self.objects.refusals -= 1
+            self.answer(403, {"error": {"code": 403, "message": "not now"}})
+            return True
+        return False
 
     def send_content(self, generation: int, content: bytes, query: dict) -> None:
         if query.get("ifGenerationNotMatch") == str(generation):

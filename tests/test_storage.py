@@ -6,6 +6,7 @@ import fake_gcs
 import pytest
 from tiny_runs import main, refused, sets_of, train
 
+from meshloom.launch.statuses import UNREACHABLE
 from meshloom.trainer.checkpoint import committed_steps
 from meshloom.trainer.run_folder import RunFolder
 
@@ -84,6 +85,22 @@ def test_a_bucket(bucket, tmp_path, capfd):
     flags = sets_of(f'init_from="{URL}/16"')
     assert main([*train(tmp_path / "tuned"), *flags]) == 0
     assert f"Beginning with the weights of {URL}/16" in capfd.readouterr().out
+
+
+def test_a_bucket_that_fails_for_a_while_loses_no_checkpoint(bucket, tmp_path, capfd):
+    folder, url = tmp_path / "run", f"gs://{fake_gcs.BUCKET}/runs/second"
+    assert main(run(folder, 8, url)) == 0
+    bucket.resets = 3  # tensorstore tries again by itself
+    assert main([*run(folder, 12, url), "--insist"]) == 0
+    assert bucket.resets == 0
+    bucket.refusals = 1
+    assert main([*run(folder, 16, url), "--insist"]) == UNREACHABLE
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert f"checkpoint {url}/12 could not be read by process 0" in line
+    assert committed_steps(url) == [8, 12]
+    assert main([*run(folder, 16, url), "--insist"]) == 0
+    out = capfd.readouterr().out
+    assert "Resuming from step 12" in out and "Set aside" not in out
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from .failures import CorruptCheckpoint, Unreadable
 # (UNKNOWN, UNAVAILABLE, PERMISSION_DENIED, ...) of storage that gave none.
 WRONG_BYTES = ("OUT_OF_RANGE", "FAILED_PRECONDITION", "DATA_LOSS")
 NOT_FOUND = "NOT_FOUND"
+CLOSED = "Event loop is closed"  # what asyncio says
 # Of orbax, where what it reads as JSON is not.
 WRONG_TEXT = (json.JSONDecodeError, UnicodeDecodeError, KeyError)
 
@@ -90,11 +91,12 @@ def _without_noise() -> Iterator[None]:
     before = sys.unraisablehook, sys.excepthook
 
     def unraisable(found: Any) -> None:
-        if "_read_array_index" not in repr(found.object):
+        is_left_over = "_read_array_index" in repr(found.object)
+        if not is_left_over and str(found.exc_value) != CLOSED:
             before[0](found)
 
     def uncaught(kind: Any, error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
+        if str(error) != CLOSED:
             before[1](kind, error, trace)
 
     sys.unraisablehook, sys.excepthook = unraisable, uncaught
