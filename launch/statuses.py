@@ -3,8 +3,8 @@
 | status of a worker | means | what the supervisor does |
 |---|---|---|
 | 0 | done | waits for the others; done when all are |
-| 2 | input that a person must mend | ends the group, no restart |
-| 69 | a host or process did not come, or cannot be reached | ends the group, restarts |
+| 2 | what the user must fix | ends the group, no restart |
+| 69 | a host, process or storage cannot be reached | ends the group, restarts |
 | 75 | preempted: saved and left on SIGTERM | lets the others save, restarts |
 | 76 | its own watchdog ended it | ends the group, restarts |
 | any other, or a signal | a death | ends the group, restarts |
@@ -26,7 +26,7 @@ DONE, GAVE_UP, BAD_INPUT, UNREACHABLE, PREEMPTED, WATCHDOG = 0, 1, 2, 69, 75, 76
 
 MEANINGS = {
     BAD_INPUT: "bad input",
-    UNREACHABLE: "a host or process cannot be reached",
+    UNREACHABLE: "a host, process or storage cannot be reached",
     PREEMPTED: "preempted",
     WATCHDOG: "its watchdog saw no progress",
 }
