@@ -34,7 +34,7 @@ def lint(
         if not _is_standard(row) and not _is_used(row, rules, used):
             notes.append(f"never used: {row}{_meant(row, used)}")
         if () in row.candidates[:-1]:
-            notes.append(f"unreachable: what stands after 'whole' in {row}")
+            notes.append(f"unreachable: what stands after 'replicated' in {row}")
     for axis, size in (mesh or {}).items():
         if size > 1 and axis not in rules.mesh_axes:
             notes.append(

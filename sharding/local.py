@@ -1,6 +1,6 @@
 """Functions that run on each device's part of arrays, for kernels.
 
-The compiler cannot cut a kernel by itself, so it is wrapped in a shard_map over every
+The compiler cannot shard a kernel by itself, so it is wrapped in a shard_map over every
 mesh axis that is not manual yet. Kernels know nothing of the types by which a shard_map
 around them tells values that vary over its axes; so they are taken off on the way in
 and put back on the way out, forward and backward.
@@ -19,7 +19,7 @@ Function = Callable[..., jax.Array]
 def local(
     f: Function, mesh: Mesh | AbstractMesh, in_specs: Sequence[P], out_specs: P
 ) -> Function:
-    """f on each device's part of arrays that are cut so; it must not communicate.
+    """f on each device's part of arrays that are sharded so; it must not communicate.
 
     Arguments that are no numbers with a fraction get no gradient.
     """

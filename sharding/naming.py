@@ -13,7 +13,7 @@ import jax
 
 from .resolve import Axes
 
-# The most elements an array of no parameter may have to be left whole unasked.
+# The most elements an array of no parameter may have to be replicated unasked.
 SMALL = 1024
 
 
@@ -128,7 +128,7 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
     if unmatched:
         raise ValueError(
             f"{len(unmatched)} paths match no pattern: {_some(unmatched)}. Add a "
-            "pattern for them; (None, ...) leaves an array whole."
+            "pattern for them; (None, ...) replicates an array."
         )
     if idle := [pattern for pattern in patterns if pattern not in fired]:
         raise ValueError(
@@ -204,7 +204,7 @@ def axes_for_state(
         pattern = f"{{{re.escape(name)!r}: {(None,) * len(shape)}}}"
         found = f"optimizer state {name} of shape {shape} {found}"
         raise UnknownState(
-            f"{found}. Name its dimensions: others={pattern} leaves it whole.",
+            f"{found}. Name its dimensions: others={pattern} replicates it.",
             found=found,
             pattern=pattern,
         )

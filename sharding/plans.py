@@ -2,17 +2,17 @@
 
     rules = data() + fsdp() + tensor()
 
-`data` comes first: it knows every standard logical name and leaves the weights whole;
-the plans after it cut more. The standard names (a model may add its own):
+`data` comes first: it knows every standard logical name and replicates the weights;
+the plans after it shard more. The standard names (a model may add its own):
 
   batch            examples
   lookup_batch     examples, while they are looked up in a table or its gradient summed
-  length           positions, where heads or hidden units are cut (inside a block)
+  length           positions, where heads or hidden units are sharded (inside a block)
   residual_length  positions of the residual stream, between the blocks' parts
   layer            the stack of equal blocks
   embed            the width of the residual stream, one side of every weight matrix
   mlp heads kv_heads vocab      the other side
-  head_dim norm position        small or never worth a cut
+  head_dim norm position        small or not worth sharding
 """
 
 import functools
@@ -41,48 +41,48 @@ WITH_SEQUENCE = "data+fsdp+tensor+sequence+pipeline"
 
 
 def data() -> Rules:
-    """Data parallel: the batch is cut over every axis that carries data.
+    """Data parallel: the batch is sharded over every axis that carries data.
 
     The fsdp and expert axes carry data too; where a mesh leaves them at size 1 they
     cost nothing.
     """
-    whole = dict.fromkeys(STANDARD_NAMES)
+    replicated = dict.fromkeys(STANDARD_NAMES)
     batch = dict.fromkeys(("batch", "lookup_batch"), BATCH_AXES)
-    return Rules.of(batch | whole, plan="data")
+    return Rules.of(batch | replicated, plan="data")
 
 
 def fsdp(stage: int = 3) -> Rules:
-    """Cuts what is stored for each weight over the fsdp axis (ZeRO).
+    """Shards what is stored for each weight over the fsdp axis (ZeRO).
 
     Args:
-      stage: 3 cuts parameters, gradients and optimizer state, and the step gathers
-        each layer's weights when it comes to it. 1 cuts the optimizer state only.
+      stage: 3 shards parameters, gradients and optimizer state, and the step gathers
+        each layer's weights when it comes to it. 1 shards the optimizer state only.
     """
     if stage not in (1, 3):
         raise ValueError(
             f"fsdp stage must be 3 (parameters and optimizer state) or 1 (optimizer "
             f"state only), got {stage}"
         )
-    # Where the fsdp axis cuts the width of a table, it cuts no examples of a look-up.
+    # Where the fsdp axis shards the width of a table, it shards no examples there.
     others = tuple(axis for axis in BATCH_AXES if axis != "fsdp")
-    cut = {"embed": "fsdp", "lookup_batch": others}
-    # Stage 1 says "whole" aloud, so that it wins over an earlier fsdp().
-    stored = cut if stage == 3 else {"embed": None, "lookup_batch": BATCH_AXES}
-    return Rules.of(cut, role="optimizer", plan="fsdp") + Rules.of(
-        stored, role="param", plan="fsdp"
+    stored = {"embed": "fsdp", "lookup_batch": others}
+    # Stage 1 says "replicated" aloud, so that it wins over an earlier fsdp().
+    params = stored if stage == 3 else {"embed": None, "lookup_batch": BATCH_AXES}
+    return Rules.of(stored, role="optimizer", plan="fsdp") + Rules.of(
+        params, role="param", plan="fsdp"
     )
 
 
 def tensor() -> Rules:
-    """Cuts one side of each weight matrix over the tensor axis (columns, then rows)."""
+    """Shards one side of each weight matrix over tensor (columns, then rows)."""
     names = ("mlp", "heads", "kv_heads", "vocab")
     return Rules.of(dict.fromkeys(names, "tensor"), plan="tensor")
 
 
 def tensor2d() -> Rules:
-    """Cuts both sides of each weight matrix into blocks: embed over fsdp, the other
-    over tensor. Weights are never gathered; the residual stream is cut by embed, and
-    the batch only over the replica and data axes.
+    """Shards both sides of each weight matrix into blocks: embed over fsdp, the other
+    over tensor. Weights are never gathered; the residual stream is sharded by embed,
+    and the batch only over the replica and data axes.
     """
     table = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), "tensor")
     batch = dict.fromkeys(("batch", "lookup_batch"), ("replica", "data"))
@@ -90,14 +90,14 @@ def tensor2d() -> Rules:
 
 
 def sequence() -> Rules:
-    """Cuts the residual stream by position over the tensor axis, between the parts of
-    a block where tensor() would leave it whole on every device.
+    """Shards the residual stream by position over the tensor axis, between the parts of
+    a block where tensor() would replicate it.
     """
     return Rules.of({"residual_length": "tensor"}, plan="sequence")
 
 
 def pipe() -> Rules:
-    """Cuts the stack of blocks over the pipe axis, and what is stored of the weights
+    """Shards the stack of blocks over the pipe axis, and what is stored of the weights
     outside it too: there the step gathers them once.
     """
     rules = Rules.of({"layer": "pipe"}, plan="pipeline")
@@ -128,7 +128,7 @@ def parse_plan(text: str) -> Rules:
     for name in (part.strip() for part in names.split("+")):
         if name not in PLANS:
             raise ValueError(
-                f"plan {text!r}: {name!r} is no plan. Plans: {', '.join(PLANS)}."
+                f"plan {text!r}: {name!r} is not a plan. Plans: {', '.join(PLANS)}."
             )
         rules += PLANS[name]()
     return rules

@@ -1,4 +1,4 @@
-"""The resolver: logical axes, rules and a mesh in; where every dimension is cut, out.
+"""The resolver: logical axes, rules and a mesh in; how each dimension is sharded, out.
 
 Semantics, in full. The dimensions of an array are taken left to right, the candidates
 of a dimension in order. A candidate is taken when all its mesh axes are free on this
@@ -78,7 +78,7 @@ class Lost:
     detail: str = ""
 
     def __str__(self) -> str:
-        what = "+".join(self.candidate) or "whole"
+        what = "+".join(self.candidate) or "replicated"
         return f"{what}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
 
 
@@ -89,7 +89,7 @@ class Dimension:
     name: str | None
     size: int
     mesh_axes: Candidate = ()  # of size > 1 only
-    plan: str = ""  # the plan whose row won; empty where nothing cuts
+    plan: str = ""  # the plan whose row won; empty where nothing shards
     lost: tuple[Lost, ...] = ()
 
 
@@ -135,7 +135,8 @@ def resolve_dimensions(
     if len(axes) != len(shape):
         raise ValueError(
             f"{name}: logical axes {axes} name {len(axes)} dimensions, but its shape "
-            f"{tuple(shape)} has {len(shape)}. Name each dimension; None is never cut."
+            f"{tuple(shape)} has {len(shape)}. Name each dimension; None is never "
+            "sharded."
         )
     sizes = mesh_sizes(mesh)
     taken: dict[str, str] = {}
@@ -157,7 +158,7 @@ def resolve_dimensions(
                 raise NoRule(
                     f"{name}: no rule for logical axis {base!r} (role {role}). "
                     f"Known names: {known}. Add a row, for instance "
-                    f"Rules.of({{{base!r}: None}}) to not cut it.",
+                    f"Rules.of({{{base!r}: None}}) to replicate it.",
                     what=name,
                     axis=base,
                 )
@@ -199,7 +200,7 @@ def _one_dimension(
         if not real:
             lost.append(Lost(candidate, "size-1"))
         elif clash := [axis for axis in real if axis in taken]:
-            detail = f"{clash[0]} cuts {taken[clash[0]]!r}"
+            detail = f"{clash[0]} shards {taken[clash[0]]!r}"
             lost.append(Lost(candidate, "axis-taken", detail))
         elif size // unit % ways:
             what = f"{size // unit} {base} of {unit}" if unit > 1 else f"{size}"
@@ -212,16 +213,16 @@ def _one_dimension(
 def _refuse_indivisible(
     dimension: Dimension, row: Row, sizes: Sizes, name: str
 ) -> None:
-    """A dimension left whole only because nothing divides it is an error.
+    """A dimension replicated only because nothing divides it is an error.
 
-    A row with None among its candidates states that whole is acceptable, and passes.
+    A row with None among its candidates states that this is acceptable, and passes.
     """
     bad = [lost for lost in dimension.lost if lost.reason == "indivisible"]
     if not bad or () in row.candidates:
         return
     axes = tuple(a for a in bad[0].candidate if sizes.get(a, 1) > 1)
     ways = math.prod(sizes[axis] for axis in axes)
-    cut = ",".join(f"{axis}={sizes[axis]}" for axis in axes)
+    over = ",".join(f"{axis}={sizes[axis]}" for axis in axes)
     found = f"{name}: dimension {dimension.name!r} of size {dimension.size}"
     base, unit = split_unit(dimension.name or "")
     facts: dict[str, Any] = {
@@ -233,17 +234,16 @@ def _refuse_indivisible(
     if unit > 1:
         raise Indivisible(
             f"{found} is {dimension.size // unit} {base} of {unit} each, which cannot "
-            f"be sharded {ways} ways ({cut}, plan {row.plan}) without splitting one. "
+            f"be sharded {ways} ways ({over}, plan {row.plan}) without splitting one. "
             f"Use a mesh axis size that divides {dimension.size // unit}, or let the "
             "rule end in None to replicate it.",
             **facts,
         )
     padded = math.ceil(dimension.size / ways) * ways
     raise Indivisible(
-        f"{found} cannot be cut "
-        f"{ways} ways ({cut}, plan {row.plan}). Pad it to {padded}, use a mesh axis "
-        f"size that divides {dimension.size}, or let the rule end in None to leave it "
-        "whole.",
+        f"{found} cannot be sharded {ways} ways ({over}, plan {row.plan}). Pad it to "
+        f"{padded}, use a mesh axis size that divides {dimension.size}, or let the "
+        "rule end in None to replicate it.",
         **facts,
     )
 

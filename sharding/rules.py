@@ -1,7 +1,8 @@
-"""Rules: which mesh axes may cut which logical axis, for parameters and activations.
+"""Rules: which mesh axes may shard which logical axis, for parameters and activations.
 
 A row of the table says: for this logical name, in this role, try these candidates in
-this order. A candidate is a tuple of mesh axes; the empty tuple is "do not cut". Roles:
+this order. A candidate is a tuple of mesh axes; the empty tuple is "replicate".
+Roles:
 
   param       the parameter as it is stored between steps
   compute     the parameter or activation as the model computes with it
@@ -9,7 +10,7 @@ this order. A candidate is a tuple of mesh axes; the empty tuple is "do not cut"
 
 A row without a role holds for all three. `a + b` is a table in which a row of b
 replaces the rows of a for the same name and role; what was replaced is kept, and
-`lint` tells of it. A row of b that cuts `also` keeps what a says: it tries each
+`lint` tells of it. A row of b that shards `also` keeps what a says: it tries each
 candidate of a with its own mesh axes behind, then without.
 """
 
@@ -53,7 +54,7 @@ class Row:
             check_role(self.role, f" of the rule for {self.name!r} [{self.plan}]")
 
     def __str__(self) -> str:
-        tried = " | ".join("+".join(c) if c else "whole" for c in self.candidates)
+        tried = " | ".join("+".join(c) if c else "replicated" for c in self.candidates)
         role = f" ({self.role})" if self.role else ""
         also = "also " if self.also else ""
         return f"{self.name}{role} -> {also}{tried}  [{self.plan}]"
@@ -95,18 +96,18 @@ class Rules:
         """Rules from {"mlp": "tensor", "batch": ("data", "fsdp"), "embed": None}.
 
         A list is several candidates in order: {"heads": ["tensor", None]} leaves
-        heads whole where tensor does not divide them.
+        heads replicated where tensor does not divide them.
 
         Args:
-          also: cut over these mesh axes beside those of the table it is added to; one
+          also: shard over these mesh axes beside those of the table it is added to; one
             role and one candidate for each name.
         """
         if role is not None:
             check_role(role, f" of plan {plan!r}")
         if also and (role is None or any(isinstance(v, list) for v in table.values())):
             raise ValueError(
-                f"plan {plan!r}: rows that cut also over more mesh axes need one role "
-                f"and one candidate each, got role {role} and {dict(table)}"
+                f"plan {plan!r}: rows that shard also over more mesh axes need one "
+                f"role and one candidate each, got role {role} and {dict(table)}"
             )
         return cls(
             tuple(
@@ -129,7 +130,7 @@ class Rules:
         return Rules((*kept, *other.rows), tuple(replaced), strict)
 
     def _joined(self, row: Row) -> Row:
-        """A row that cuts also, put together with what this table says."""
+        """A row that shards also, put together with what this table says."""
         assert row.role is not None
         base = self.find(row.name, row.role)
         if base is None:
@@ -150,7 +151,7 @@ class Rules:
         return general
 
     def without(self, *names: str) -> "Rules":
-        """The table with these names left whole."""
+        """Returns the table with these names replicated."""
         return self + Rules.of(dict.fromkeys(names), plan="without")
 
     def lenient(self) -> "Rules":
@@ -226,6 +227,6 @@ def _candidates(name: str, value: CandidatesLike) -> tuple[Candidate, ...]:
         result.append(candidate)
     if not result:
         raise ValueError(
-            f"rule for {name!r} has no candidate; write None to not cut it"
+            f"rule for {name!r} has no candidate; write None to replicate it"
         )
     return tuple(result)

@@ -80,7 +80,7 @@ class Sharder:
 
         It is cast first, so that what travels is the smaller type, and gathered from
         its `param` layout to its `compute` layout; its gradient goes straight to the
-        `optimizer` layout, so it is scattered and never whole where that is cut.
+        `optimizer` layout, so it is scattered, never gathered where that is sharded.
 
         Args:
           name: what to call the array in errors; by default they name your line.
@@ -169,7 +169,7 @@ class Sharder:
         return _map(one, batch, rows_first(batch) if axes is None else axes)
 
     def spec(self, shape: tuple[int, ...], axes: Axes) -> P:
-        """How the rules cut an activation of this shape."""
+        """Returns how the rules shard an activation of this shape."""
         if self.is_single:
             return P()
         what = _what("activation", axes, None)
@@ -188,9 +188,9 @@ class Sharder:
     def local(
         self, f: Callable[..., jax.Array], in_specs: tuple[P, ...], out_specs: P
     ) -> Callable[..., jax.Array]:
-        """f on each device's part of arrays that are cut so; it must not communicate.
+        """Returns f on each device's part of such arrays; it must not communicate.
 
-        For kernels that the compiler cannot cut by itself.
+        For kernels that the compiler cannot shard by itself.
         """
         return f if self.mesh is None else local(f, self.mesh, in_specs, out_specs)
 
@@ -202,12 +202,12 @@ class Sharder:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one device only, so that nothing is ever cut."""
+        """Whether there is one device only, so that nothing is ever sharded."""
         return all(size == 1 for size in self._sizes.values())
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """Of the axes that may cut; manual ones have done so already."""
+        """Of the axes that may shard; manual ones have done so already."""
         if self.mesh is None:
             return {}
         manual = self.mesh.manual_axes
@@ -263,7 +263,7 @@ def _move(stored, compute, gradient, w):
 
     def backward(_, g):
         g = jax.lax.with_sharding_constraint(g, gradient)
-        # A sum over all devices is cut at once, not where the update needs its part.
+        # Sums are scattered here, not where the update needs its part of them.
         return (jax.lax.optimization_barrier(g),)
 
     move.defvjp(forward, backward)

@@ -53,10 +53,10 @@ class ResolvedArray:
 
     @property
     def why(self) -> str:
-        """Which plan cut which dimension, and which candidates lost, in words."""
+        """Which plan shards which dimension, and which candidates lost, in words."""
         parts = []
         for d in self.dimensions:
-            won = f"over {'+'.join(d.mesh_axes)}" if d.mesh_axes else "whole"
+            won = f"over {'+'.join(d.mesh_axes)}" if d.mesh_axes else "replicated"
             by = f" by {d.plan}" if d.plan else ""
             lost = "; ".join(map(str, d.lost))
             if d.name is not None:
@@ -108,11 +108,11 @@ class Resolved:
         return {(split_unit(name)[0], self.role) for name in names}
 
     def replicated(self) -> list[ResolvedArray]:
-        """Arrays whole on every device, largest first; empty on one device."""
+        """Arrays replicated on every device, largest first; empty on one device."""
         if math.prod(self.mesh.values()) == 1:
             return []
-        whole = [a for a in self.arrays if a.ways == 1]
-        return sorted(whole, key=lambda a: -a.bytes)
+        found = [a for a in self.arrays if a.ways == 1]
+        return sorted(found, key=lambda a: -a.bytes)
 
     def specs(self) -> Any:
         return jax.tree.unflatten(self.treedef, [a.spec for a in self.arrays])
@@ -161,23 +161,23 @@ class Resolved:
         return align([head, *rows])
 
     def summary(self, largest: int = 5) -> str:
-        """Totals, and the largest arrays that are whole on every device."""
+        """Totals, and the largest arrays that are replicated."""
         totals = self.to_json()["totals"]
         what = "parameters" if self.role == "param" else "elements"
-        whole = self.replicated()
-        kept = f"{human_bytes(totals['replicated_bytes'])} in {len(whole)} arrays"
+        replicated = self.replicated()
+        kept = f"{human_bytes(totals['replicated_bytes'])} in {len(replicated)} arrays"
         rows = [
             (what, f"{totals['elements']:,} in {totals['arrays']} arrays"),
             ("bytes", human_bytes(self.bytes)),
             ("bytes per device", human_bytes(self.bytes_per_device)),
-            ("whole on every device", kept if whole else "nothing"),
+            ("replicated", kept if replicated else "nothing"),
         ]
         rows += [
             (f"  {a.path}", f"{_size(a)}  {human_bytes(a.bytes)}  {a.why}")
-            for a in whole[:largest]
+            for a in replicated[:largest]
         ]
-        if len(whole) > largest:
-            rows.append((f"  and {len(whole) - largest} smaller", ""))
+        if len(replicated) > largest:
+            rows.append((f"  and {len(replicated) - largest} smaller", ""))
         return align(rows)
 
 
@@ -267,7 +267,7 @@ def named_leaves(tree: Any, axes: Any = None) -> tuple[list[tuple], Any]:
 
 
 def diff(a: Resolved, b: Resolved) -> list[str]:
-    """Lines that say which arrays are cut differently, or stand in one only."""
+    """Lines that say which arrays are sharded differently, or are in one only."""
     left, right = ({x.path: x for x in r.arrays} for r in (a, b))
     lines = []
     for path in dict.fromkeys([*left, *right]):

@@ -218,7 +218,7 @@ def test_explain(capsys):
     row = next(line for line in shown.splitlines() if "mlp/down" in line)
     assert "2x64x32" in row and "(-, tensor, fsdp)" in row
     assert "mlp over tensor by tensor" in row
-    for title in ("parameters ", "bytes per device ", "whole on every device "):
+    for title in ("parameters ", "bytes per device ", "replicated "):
         assert any(line.startswith(title) for line in shown.splitlines())
     assert re.search(r"optimizer state: \S+ KiB, \S+ KiB a device", shown)
 

@@ -81,7 +81,7 @@ def test_nnx(tmp_path):
 def test_nnx_with_an_optimizer(tmp_path):
     output = check(run(NNX_TRAINING, tmp_path))
     assert "0/mu/up" in output
-    assert "whole on every device  4 B in 1 arrays" in output
+    assert re.search("replicated +4 B in 1 arrays", output)
 
 
 def test_the_programs_are_short():
@@ -125,7 +125,8 @@ def test_the_table_of_plans_is_the_plans():
                     said[name, role or None] = axes.strip()
         rows = parse_plan(plan).rows
         assert said == {
-            (row.name, row.role): "+".join(row.candidates[0]) or "whole" for row in rows
+            (row.name, row.role): "+".join(row.candidates[0]) or "replicated"
+            for row in rows
         }, plan
 
 

@@ -155,7 +155,7 @@ FLAGS = {
     ),
     "plan unknown": (
         sets_of('plan="data+fdsp"'),
-        "plan 'data+fdsp': 'fdsp' is no plan. Plans: data, fsdp, zero1, tensor,",
+        "plan 'data+fdsp': 'fdsp' is not a plan. Plans: data, fsdp, zero1, tensor,",
     ),
     "writer unknown": (
         sets_of('writers=("tensorbord",)'),

@@ -35,8 +35,9 @@ def test_rows_that_do_nothing():
     )
     assert notes == [
         "replaced: mlp -> data  [a]  by  mlp -> tensor  [b]",
-        "never used: heads -> whole | tensor  [b]",
-        "unreachable: what stands after 'whole' in heads -> whole | tensor  [b]",
+        "never used: heads -> replicated | tensor  [b]",
+        "unreachable: what stands after 'replicated' in heads -> replicated | tensor  "
+        "[b]",
         "idle: no row names mesh axis 'pipe', so its 4 ways all do the same work",
     ]
 
@@ -73,7 +74,7 @@ def test_a_row_hidden_in_every_role_is_told():
     used = {("embed", "param")}
     assert lint(rules, used) == []  # its role optimizer was not resolved
     rules += Rules.of({"embed": "fsdp"}, role="optimizer")
-    assert lint(rules, used) == ["never used: embed -> whole  [rules]"]
+    assert lint(rules, used) == ["never used: embed -> replicated  [rules]"]
 
 
 def test_a_fused_dimension_uses_the_row_of_its_name():

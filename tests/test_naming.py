@@ -120,7 +120,7 @@ def test_paths_of_plain_trees_and_of_their_shapes():
         (
             {r"blocks/0/w": ("embed", "mlp"), "1": ("embed", "mlp")},
             "2 paths match no pattern: blocks/1/w, norm. Add a pattern for them; "
-            "(None, ...) leaves an array whole.",
+            "(None, ...) replicates an array.",
         ),
         (
             {r"blocks/.*": ("embed", "mlp"), "norm": (None,), "nor": (None,)},
@@ -256,8 +256,8 @@ def test_a_state_that_does_not_fit_its_parameter_is_no_other_parameters():
         axes_for_state(state, params, axes)
     assert str(error.value) == (
         "optimizer state mu/layers/w of shape (8,) does not fit its parameter layers/w "
-        "of shape (4, 2). Name its dimensions: others={'mu/layers/w': (None,)} leaves "
-        "it whole."
+        "of shape (4, 2). Name its dimensions: others={'mu/layers/w': (None,)} "
+        "replicates it."
     )
     assert axes_for_state(state, params, axes, others={"mu/.*": ("embed",)}) == {
         "mu": {"layers": {"w": ("embed",)}}
@@ -272,7 +272,7 @@ def test_a_large_array_of_no_parameter_is_an_error():
     assert str(error.value) == (
         "optimizer state cache of shape (1025,) belongs to no parameter: no "
         "parameter's path ends its path. Name its dimensions: others={'cache': "
-        "(None,)} leaves it whole."
+        "(None,)} replicates it."
     )
 
 

@@ -201,7 +201,7 @@ REFUSED = {
     ),
     "a batch that the mesh does not divide": (
         lambda: plan(MESH, batch_size=15),
-        "batch_size 15: dimension 'batch' of size 15 cannot be cut 2 ways",
+        "batch_size 15: dimension 'batch' of size 15 cannot be sharded 2 ways",
     ),
     "a schedule that is not there": (
         lambda: Pipelining(schedule="zero"),

@@ -196,10 +196,10 @@ def test_unknown_plan():
     with pytest.raises(ValueError) as error:
         parse_plan("data+tesnor")
     assert str(error.value) == (
-        "plan 'data+tesnor': 'tesnor' is no plan. Plans: data, fsdp, zero1, tensor, "
+        "plan 'data+tesnor': 'tesnor' is not a plan. Plans: data, fsdp, zero1, tensor, "
         "tensor2d, sequence, pipeline."
     )
-    with pytest.raises(ValueError, match="plan '': '' is no plan"):
+    with pytest.raises(ValueError, match="plan '': '' is not a plan"):
         parse_plan("")
 
 

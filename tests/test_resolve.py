@@ -28,7 +28,7 @@ def test_dimensions_left_to_right():
     table = {"a": "tensor", "b": ["tensor", "data"]}
     dims = run(table, ("a", "b"), (4, 4))
     assert spec_of(dims) == P("tensor", "data")
-    assert str(dims[1].lost[0]) == "tensor: axis-taken (tensor cuts 'a')"
+    assert str(dims[1].lost[0]) == "tensor: axis-taken (tensor shards 'a')"
     # The other way round b comes first, takes tensor, and leaves a whole.
     dims = run(table, ("b", "a"), (4, 4))
     assert spec_of(dims) == P("tensor", None)
@@ -62,9 +62,9 @@ def test_indivisible_is_an_error_that_names_the_padded_size():
     with pytest.raises(ValueError) as error:
         run({"vocab": ("data", "fsdp")}, ("vocab",), (50257,))
     assert str(error.value) == (
-        "w: dimension 'vocab' of size 50257 cannot be cut 8 ways (data=2,fsdp=4, plan "
-        "mine). Pad it to 50264, use a mesh axis size that divides 50257, or let the "
-        "rule end in None to leave it whole."
+        "w: dimension 'vocab' of size 50257 cannot be sharded 8 ways (data=2,fsdp=4, "
+        "plan mine). Pad it to 50264, use a mesh axis size that divides 50257, or let "
+        "the rule end in None to replicate it."
     )
 
 
@@ -81,7 +81,7 @@ def test_a_taken_axis_is_no_error_but_an_indivisible_one_beside_it_is():
     table = {"a": "tensor", "b": ["tensor", "fsdp"]}
     assert spec_of(run(table, ("a", "b"), (2, 8))) == P("tensor", "fsdp")
     with pytest.raises(
-        ValueError, match=r"'b' of size 7 cannot be cut 4 ways \(fsdp=4"
+        ValueError, match=r"'b' of size 7 cannot be sharded 4 ways \(fsdp=4"
     ):
         run(table, ("a", "b"), (2, 7))
 
@@ -91,7 +91,7 @@ def test_unknown_name():
         run({"mlp": None, "embed": None}, ("mpl",), (8,))
     assert str(error.value) == (
         "w: no rule for logical axis 'mpl' (role param). Known names: embed, mlp. Add "
-        "a row, for instance Rules.of({'mpl': None}) to not cut it."
+        "a row, for instance Rules.of({'mpl': None}) to replicate it."
     )
     with pytest.raises(ValueError, match="Known names: none. Add"):
         run({}, ("mpl",), (8,))
@@ -111,7 +111,7 @@ def test_number_of_names():
         run({"mlp": None}, ("mlp",), (8, 4))
     assert str(error.value) == (
         "w: logical axes ('mlp',) name 1 dimensions, but its shape (8, 4) has 2. Name "
-        "each dimension; None is never cut."
+        "each dimension; None is never sharded."
     )
 
 

@@ -20,7 +20,7 @@ def test_of_reads_every_way_to_write_candidates():
         (("data", "fsdp"),),
         (("tensor",), ("data", "fsdp"), ()),
     ]
-    assert str(rules.rows[3]) == "heads -> tensor | data+fsdp | whole  [rules]"
+    assert str(rules.rows[3]) == "heads -> tensor | data+fsdp | replicated  [rules]"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_of_reads_every_way_to_write_candidates():
         (("tensor", None), r"got \('tensor', None\)"),
         ([["tensor"]], r"got \['tensor'\]"),
         ({"tensor"}, "got {'tensor'}"),
-        ([], "rule for 'mlp' has no candidate; write None to not cut it"),
+        ([], "rule for 'mlp' has no candidate; write None to replicate it"),
         (("fsdp", "fsdp"), r"candidate \('fsdp', 'fsdp'\) names a mesh axis twice"),
     ],
 )
@@ -131,7 +131,7 @@ def test_cutting_also_needs_one_role_and_one_candidate(table, role):
     with pytest.raises(ValueError) as error:
         Rules.of(table, role=role, plan="mine", also=True)
     assert str(error.value) == (
-        "plan 'mine': rows that cut also over more mesh axes need one role and one "
+        "plan 'mine': rows that shard also over more mesh axes need one role and one "
         f"candidate each, got role {role} and {table}"
     )
 

@@ -179,8 +179,8 @@ def test_errors_name_the_array_or_the_line():
         jax.jit(f)(jnp.ones((6, 4)))
     assert str(error.value) == (
         f"activation [batch, length] at {line_of(f)}: dimension 'batch' of size 6 "
-        "cannot be cut 4 ways (data=2,fsdp=2, plan data). Pad it to 8, use a mesh axis "
-        "size that divides 6, or let the rule end in None to leave it whole."
+        "cannot be sharded 4 ways (data=2,fsdp=2, plan data). Pad it to 8, use a mesh "
+        "axis size that divides 6, or let the rule end in None to replicate it."
     )
     f = lambda w: SHARD.weight(w, AXES)  # noqa: E731
     at = rf"^weight \[embed, mlp\] at {line_of(f)}: dimension 'mlp' of size 5 cannot"
@@ -221,7 +221,7 @@ def test_weights_name_the_path_of_the_array_that_fails_inside_jit():
     with pytest.raises(ValueError) as error:
         jax.jit(lambda params: SHARD.weights(params, PARAMS_AXES))(bad)
     assert str(error.value).startswith(
-        "weight blocks/0/up [embed, mlp]: dimension 'mlp' of size 5 cannot be cut 2 way"
+        "weight blocks/0/up [embed, mlp]: dimension 'mlp' of size 5 cannot be sharded 2"
     )
 
 
@@ -257,7 +257,7 @@ def test_an_unknown_role_is_refused_on_any_number_of_devices():
 
 def test_lenient_rules_mean_the_same_to_resolve_and_to_a_sharder():
     odd, axes = jnp.ones((8, 5)), ("embed", "mlp")
-    with pytest.raises(ValueError, match="cannot be cut"):
+    with pytest.raises(ValueError, match="cannot be sharded"):
         resolve({"w": odd}, SHARD.rules, MESH, axes={"w": axes})
     rules = SHARD.rules.lenient()
     layout = resolve({"w": odd}, rules, MESH, axes={"w": axes})

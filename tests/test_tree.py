@@ -28,7 +28,8 @@ def test_table():
     assert str(resolved()).splitlines() == [
         "parameter  shape   axes       spec            per device  why",
         "odd        3x5     -,-        (-, -)          30 B        no names",
-        "scale      8       norm       (-)             32 B        norm whole by data",
+        "scale      8       norm       (-)             32 B        "
+        "norm replicated by data",
         "steps      scalar             ()              4 B         scalar",
         "up         8x64    embed,mlp  (fsdp, tensor)  512 B       "
         "embed over fsdp by fsdp, mlp over tensor by tensor",
@@ -44,9 +45,9 @@ def test_the_table_says_what_lost_and_why():
     axes = {"w": ("embed", "mlp"), "s": ("norm",)}
     why = {a.path: a.why for a in resolve(tree, rules, sizes, axes=axes).arrays}
     assert why == {
-        "w": "embed whole by rules [fsdp: indivisible (4 by 8)], "
+        "w": "embed replicated by rules [fsdp: indivisible (4 by 8)], "
         "mlp over fsdp by rules",
-        "s": "norm whole [pipe: size-1]",
+        "s": "norm replicated [pipe: size-1]",
     }
 
 
@@ -64,16 +65,16 @@ def test_replicated_largest_first_and_none_on_one_device():
 
 def test_summary():
     assert resolved().summary(largest=2).splitlines() == [
-        "parameters             536 in 4 arrays",
-        "bytes                  2.1 KiB",
-        "bytes per device       578 B",
-        "whole on every device  66 B in 3 arrays",
-        "  scale                8  32 B  norm whole by data",
-        "  odd                  3x5  30 B  no names",
+        "parameters        536 in 4 arrays",
+        "bytes             2.1 KiB",
+        "bytes per device  578 B",
+        "replicated        66 B in 3 arrays",
+        "  scale           8  32 B  norm replicated by data",
+        "  odd             3x5  30 B  no names",
         "  and 1 smaller",
     ]
     assert resolved(mesh=MeshSpec()).summary().splitlines()[-1] == (
-        "whole on every device  nothing"
+        "replicated        nothing"
     )
     assert resolved(role="optimizer").summary().startswith("elements  ")
 
