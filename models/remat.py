@@ -17,8 +17,12 @@ SPLASH = "splash"
 SAVED_NAMES = ("qkv", "attended", SPLASH, "middle", "hidden")
 
 
-def rematerialize(block: Callable, remat: Remat) -> Callable:
-    """Wraps the body of a scan over blocks."""
+def rematerialize(block: Callable, remat: Remat, *, in_loop: bool = True) -> Callable:
+    """Wraps the body of a scan over blocks.
+
+    Args:
+      in_loop: whether each turn of the scan's loop holds one block.
+    """
     policies = jax.checkpoint_policies
     if remat == "none":
         return block
@@ -29,4 +33,4 @@ def rematerialize(block: Callable, remat: Remat) -> Callable:
     }[remat]
     # Inside a scan nothing can be merged across the forward and backward loops, so
     # the guard against common-subexpression elimination is only a cost.
-    return jax.checkpoint(block, policy=policy, prevent_cse=False)
+    return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)

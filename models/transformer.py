@@ -44,6 +44,7 @@ SIZES = (
     "num_kv_heads",
     "head_dim",
     "pad_vocab_to",
+    "unroll",
 )
 
 
@@ -58,6 +59,8 @@ class Config:
         mesh axes divide them. Padded entries never get any probability.
       logit_softcap: logits are squeezed into (-cap, cap) by a tanh.
       z_loss: weight of log(Z)^2, which keeps logits from drifting.
+      unroll: layers that a turn of the loop over layers holds, outside of pipelines;
+        with as many as there are there is no loop, and compiling takes longer.
     """
 
     vocab_size: int
@@ -79,6 +82,7 @@ class Config:
     logit_softcap: float | None = None
     z_loss: float = 0.0
     remat: Remat = "save-named"
+    unroll: int = 1
     attention: Implementation = "auto"
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
@@ -271,8 +275,9 @@ class Transformer(nnx.Module):
             return self.config.block(params, x_BLD, batch, shard), None
 
         x_BLD = self.embed(batch["inputs"], batch["positions"], shard)
-        body = rematerialize(block, self.config.remat)
-        return jax.lax.scan(body, x_BLD, self.block_params())[0]
+        unroll = self.config.unroll
+        body = rematerialize(block, self.config.remat, in_loop=unroll == 1)
+        return jax.lax.scan(body, x_BLD, self.block_params(), unroll=unroll)[0]
 
     def head_logits(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
         """Logits cut by vocabulary wherever the rules cut it; padding is -1e9."""
