@@ -28,7 +28,7 @@ class Settings:
     stall_seconds: float | None = None
     start_seconds: float = 600.0
     grace_seconds: float = 60.0
-    end_seconds: float = 2.0
+    end_seconds: float = 0.5
     repeat_seconds: float = 1.0
     first_delay: float = 1.0
     longest_delay: float = 30.0
