@@ -29,13 +29,30 @@ ONE_B = [
     "model.max_length=2048",
     "data.length=2048",
 ]
+THREE_B = [
+    "model.num_layers=28",
+    "model.d_model=3072",
+    "model.num_heads=24",
+    "model.d_ff=8192",
+    "model.max_length=4096",
+    "data.length=4096",
+]
 MODELS = {
     "gpt2": ("gpt2_124m", []),
     "1b": ("llama2_7b", ONE_B),
+    "3b": ("llama3_8b", THREE_B),
     "7b": ("llama2_7b", []),
     "8b": ("llama3_8b", []),
 }
 INTERLEAVED = 'pipeline.schedule="interleaved"'
+SEQUENCE = 'plan="data+fsdp+tensor+sequence+pipeline"'
+# Nothing is left to be chosen: a case is the same program whatever the defaults are.
+PLAIN = {
+    "plan": '"data+fsdp+tensor+pipeline"',
+    "num_microbatches": "1",
+    "pipeline.schedule": '"1f1b"',
+    "pipeline.gather": '"step"',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +66,7 @@ class Case:
 
     def __str__(self) -> str:
         kind = "".join(", interleaved" for s in self.settings if s == INTERLEAVED)
+        kind += "".join(", sequence" for s in self.settings if s == SEQUENCE)
         parts = [s.split("=")[1] for s in self.settings if s.startswith("num_micro")]
         micro = f", {parts[0]} microbatches" if parts else ""
         words = f"{self.model} {self.target} {self.mesh} {self.remat}"
@@ -56,12 +74,16 @@ class Case:
 
     def plan(self):
         name, settings = MODELS[self.model]
-        words = [*settings, *self.settings, f'model.remat="{self.remat}"']
+        own = dict(s.split("=", 1) for s in self.settings)
+        words = [f"{name}={value}" for name, value in (PLAIN | own).items()]
+        words += [*settings, f'model.remat="{self.remat}"']
         config = config_files.load([name], words, root=Config).config
         return plan(config, self.target, mesh=self.mesh, batch=self.batch)
 
 
 def micro(num: int, *more: str) -> tuple[str, ...]:
+    if INTERLEAVED in more:
+        more += ("pipeline.num_chunks=2",)
     return (f"num_microbatches={num}", *more)
 
 
@@ -89,6 +111,15 @@ CASES = [
     Case("8b", V5P, "fsdp=16,tensor=4", "full", 16),
     Case("8b", V5P, "fsdp=32,tensor=2", "save-named", 32),
     Case("8b", V5P, "pipe=4,fsdp=16", "full", 256, micro(16)),
+    Case("7b", V5P, "fsdp=16,tensor=4", "full", 128, (SEQUENCE,)),
+    Case("8b", "v5p-64", "fsdp=8,tensor=4", "full", 64, (SEQUENCE,)),
+    Case("8b", "v5p-256", "data=2,fsdp=16,tensor=4", "full", 128, (SEQUENCE,)),
+    Case("7b", "v5e-256", "fsdp=64,tensor=4", "full", 256, (SEQUENCE,)),
+    Case("1b", "v5e-64", "fsdp=16,tensor=4", "full", 128, (SEQUENCE,)),
+    Case("3b", "v5e-128", "fsdp=32,tensor=4", "full", 128, (SEQUENCE,)),
+    Case("3b", "v5e-64", "fsdp=8,tensor=8", "none", 16, (SEQUENCE,)),
+    Case("8b", "v6e-64", "fsdp=16,tensor=4", "save-named", 64, (SEQUENCE,)),
+    Case("1b", "v6e-16", "fsdp=8,tensor=2", "save-dots", 64, (SEQUENCE,)),
     Case("gpt2", "2xv5e:4x4", "data=2/2,fsdp=16", "full", 256),
     Case("8b", "2xv5p-128", "data=2/2,fsdp=64", "full", 128),
     Case("gpt2", H100, "fsdp=16", "full", 128),

@@ -110,7 +110,7 @@ def test_a_batch_that_does_not_fit_is_done_in_parts():
 
 
 def test_positions_that_the_axis_does_not_divide_stay_whole():
-    c = dataclasses.replace(tiny(), plan=AUTO)
+    c = dataclasses.replace(tiny(remat="full"), plan=AUTO)
     odd = dataclasses.replace(c, data=dataclasses.replace(c.data, length=127))
     assert chosen(c, "v5e-8", "fsdp=2,tensor=4").plan == WITH_SEQUENCE
     assert chosen(odd, "v5e-8", "fsdp=2,tensor=4").plan == STANDARD

@@ -4,11 +4,12 @@
 None are open. Every way to fill them is planned by the closed form, and of those that
 fit
 
-  sequence      goes with a tensor axis, unless it is slower
+  sequence      goes with a tensor axis that divides the positions: least memory, and
+                most of its gathers run beside products, as no sum over devices does
   microbatches  are as few as fit; in a pipeline the number belongs to the schedule
-  schedule      and gather are the fastest; within CLOSE of it, those of least memory.
-                A config with full remat pays time for memory: there they are those of
-                least memory that cost at most PRICE, and the fastest as lean as these
+  the others    are those of least memory within CLOSE of the fastest, and of those as
+                lean the fastest. A config with full remat pays time for memory: there
+                they may cost PRICE
 
 What is set in the config is never changed. Only published figures of the devices count,
 nothing measured, so that all processes of a job choose the same. Where these are not
@@ -150,6 +151,7 @@ def _candidates(
             yield from _in_parts(config, target, each)
         else:
             yield from _staged(config, target, each, case)
+        return
 
 
 def _in_parts(config: "Config", target: Target, each: int) -> Iterator[Plan]:
@@ -212,19 +214,19 @@ def _best(found: list[Plan], target: Target, remat: Any) -> tuple[Plan, str]:
             f"the leanest of {len(found)}: none takes less than {share}"
         )
     fastest = min(fitting, key=_seconds)
+    price = PRICE if remat == "full" else CLOSE
+    paid = [p for p in fitting if _seconds(p) <= price * _seconds(fastest)]
+    lean = [p for p in paid if _peak(p) <= AS_LEAN * min(map(_peak, paid))]
+    best = min(lean, key=_seconds)
     many = f"{len(fitting)} within {share}"
-    if remat != "full":
-        close = [p for p in fitting if _seconds(p) <= CLOSE * _seconds(fastest)]
-        return min(close, key=_peak), f"the fastest of {many}"
-    paid = [p for p in fitting if _seconds(p) <= PRICE * _seconds(fastest)]
-    least = min(map(_peak, paid))
-    best = min((p for p in paid if _peak(p) <= AS_LEAN * least), key=_seconds)
+    if len(fitting) == 1:
+        return best, f"within {share}"
     if best is fastest:
         return best, f"the fastest of {many}"
+    why = ", since remat is full" if _seconds(best) > CLOSE * _seconds(fastest) else ""
     return best, (
         f"{_seconds(best) / _seconds(fastest) - 1:.0%} slower than the fastest of "
-        f"{many} and {human_bytes(_peak(fastest) - _peak(best))} less, since remat is "
-        "full"
+        f"{many} and {human_bytes(_peak(fastest) - _peak(best))} less{why}"
     )
 
 

@@ -17,13 +17,17 @@ beside those of the microbatch at hand; it keeps what waits in its slots.
 
 import dataclasses
 import math
+from typing import Any
 
 from .arrays import Values, Weights, of_each, total_bytes
 from .case import Case, more_cut
 from .cutting import FLOAT32
+from .hardware import CARRIES_GATHERS
 
 # Seen with 4 devices, and no longer with 8.
 UNROLLED = 4
+# Arrays up to this size were in a chip's fast memory, of 128 MiB, larger ones not.
+FAST = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,6 @@ def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
     gradients = Weights("gradients", itemsize=FLOAT32)
     head = Weights("compute", costs.head.weight, case.itemsize)
     residual = Values(costs.residual, 3)
-    in_block = Values(costs.residual, 3 + _waiting(case))
     kept, sums = _kept(case), ()
     if case.num_microbatches > 1:
         sums = (part(case, "gradient sums", "of microbatches", gradients),)
@@ -113,7 +116,8 @@ def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
             *common,
             *_gradients(case),
             _gathered_block(case),
-            part(case, "residual stream", "input, gradient, sum", in_block),
+            _stream(case),
+            *_late_head(case),
             _working(case),
         ),
         "update": (*sums, part(case, "gradients", "of all", gradients)),
@@ -221,12 +225,53 @@ def _kept(case: Case) -> list[Part]:
 
 
 def _waiting(case: Case) -> int:
-    """Arrays of the stream that wait while a block, done again, goes backward.
+    """Arrays of the stream that wait while a block of a stage goes backward.
 
     Where heads are cut over devices: sums over devices and what was normed of them,
     which are stored then. Counted in compiled programs.
     """
     return 4 if _cuts_heads(case) and "out" in case.costs.recomputed else 0
+
+
+def _stream(case: Case) -> Part:
+    """The stream while a block goes backward, of which heads may be cut over devices.
+
+    Of a block that is done again the normed inputs of attention and MLP wait for the
+    gradients of their weights: gathered whole, where the stream is cut by position
+    (`sequence`). Otherwise the chip's fast memory holds them if they are small.
+    """
+    stream, words = case.costs.residual, "input, gradient, sum"
+    arrays = [Values(stream, 3)]
+    if _cuts_heads(case) and "out" in case.costs.recomputed:
+        whole = _whole_stream(case)
+        if case.bytes(whole) > case.bytes(stream) or case.bytes(whole) > FAST:
+            arrays.append(Values(whole, 2))
+            words += "; normed inputs"
+    return part(case, "residual stream", words, *arrays)
+
+
+def _late_head(case: Case) -> tuple[Part, ...]:
+    """Logits and the head's input, where the head's gradient follows all blocks'.
+
+    The compiler puts it there if heads are cut and blocks are done again, and on v5e
+    with `sequence` too. Found in the live ranges of twelve programs.
+    """
+    costs = case.costs
+    if not _cuts_heads(case) or "out" not in costs.recomputed or _head_waits(case):
+        return ()
+    whole = _whole_stream(case)
+    if case.bytes(whole) == case.bytes(costs.residual):
+        return (part(case, "logits", "for the head's gradient", Values(costs.logits)),)
+    if case.target.device.name != CARRIES_GATHERS:
+        return ()
+    arrays = Values(costs.logits), Values(whole)
+    return (part(case, "logits", "and the head's input, for its gradient", *arrays),)
+
+
+def _whole_stream(case: Case) -> Any:
+    """The stream as products take it, with all positions."""
+    axes = ("batch", "length", "embed")
+    return dataclasses.replace(case.costs.residual, name="normed", axes=axes)
 
 
 def _cuts_heads(case: Case) -> bool:

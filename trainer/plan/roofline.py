@@ -27,7 +27,7 @@ from typing import Any
 from .case import Case
 from .cutting import FLOAT32
 from .flops import Flops, ticks
-from .hardware import Target
+from .hardware import CARRIES_GATHERS, Target
 from .traffic import Transfer
 
 
@@ -149,9 +149,6 @@ def _beside(case: Case, transfer: Transfer) -> float:
     return later / total
 
 
-# The one TPU for which libtpu (0.0.51) lets fusions carry a gather along: asked to do
-# so for v5p it refuses, and for v6e it does not.
-CARRIES_GATHERS = "v5e"
 # Of sums of activations XLA for GPUs runs one of a block beside products: 21 to 26 % of
 # their time in five programs.
 SUMS_BESIDE = 0.22

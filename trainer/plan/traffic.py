@@ -150,10 +150,25 @@ def _sums(case: Case) -> Iterator[Transfer]:
         for name, count in runs.items():
             axes = _cut_of(case, product, name)
             yield from _summed(axes, layers * count * residual, streams)
+    if case.pipeline is None and not costs.keeps_weights:
+        yield from _gathered_again(case, layers * times.backwards * residual, streams)
     axes = _cut_of(case, costs.head, costs.head.spread)
     # Backward of the head, and forward of a look-up in a table that is cut alike.
     share = times.heads * residual / case.num_stages
     yield from _summed(axes, round(2 * share), set())
+
+
+def _gathered_again(case: Case, size: int, streams: set[str]) -> Iterator[Transfer]:
+    """Normed inputs of attention and MLP, for the gradients of their weights.
+
+    Both were cut by position and are gathered again in the backward pass; that of the
+    MLP is among the sums already where attention itself is done again.
+    """
+    products = [p for p in case.costs.products if p.spread]
+    axes = _cut_of(case, products[0], products[0].spread)
+    num = len(products) - ("out" in case.costs.recomputed)
+    if set(axes) & streams:
+        yield Transfer("all-gather", axes, num * size, "sums")
 
 
 def _summed(axes: tuple[str, ...], size: int, streams: set[str]) -> Iterator[Transfer]:
