@@ -202,12 +202,13 @@ def _prepare(config: "Config", devices: Any) -> Setup:
     train_data = config.data.open("train")
     eval_data = _held_out(config) if config.eval_batches else None
     throughput_unit(train_data)  # raises where it is not one
-    batch = _abstract_batch(config, train_data, rules, mesh, num_microbatches)
+    first = train_data[0]
+    batch = _abstract_batch(config, first, rules, mesh, num_microbatches)
     if eval_data is not None:
-        _check_alike(train_data[0], eval_data[0], "in split 'eval'")
+        _check_alike(first, eval_data[0], "in split 'eval'")
     if hasattr(train_data, "example"):
         example = train_data.example(0, 0)  # type: ignore
-        _check_alike(train_data[0], example, "by its method `example`")
+        _check_alike(first, example, "by its method `example`")
     shardings = layout.shardings(mesh)
     batch_shardings = {name: x.sharding for name, x in batch.items()}
     whole = NamedSharding(mesh, P())
@@ -310,14 +311,18 @@ def _held_out(config: "Config") -> Dataset:
 
 
 def _abstract_batch(
-    config: "Config", data: Dataset, rules: Rules, mesh: Mesh, num_microbatches: int
+    config: "Config",
+    example: dict[str, Any],
+    rules: Rules,
+    mesh: Mesh,
+    num_microbatches: int,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch as shapes with shardings, from one example of the data."""
     axes = config.model.batch_axes()
     whole = f"batch_size {config.batch_size}"
     part = f"{whole} in {num_microbatches} microbatches"
     batch = {}
-    for name, x in data[0].items():
+    for name, x in example.items():
         if name not in axes:
             raise ValueError(
                 f"the data gives an array {name!r}, which the model does not take; it "
