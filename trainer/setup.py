@@ -203,7 +203,8 @@ def _prepare(config: "Config", devices: Any) -> Setup:
     eval_data = _held_out(config) if config.eval_batches else None
     throughput_unit(train_data)  # raises where it is not one
     first = train_data[0]
-    batch = _abstract_batch(config, first, rules, mesh, num_microbatches)
+    facts = train_data.describe()
+    batch = _abstract_batch(config, first, facts, rules, mesh, num_microbatches)
     if eval_data is not None:
         _check_alike(first, eval_data[0], "in split 'eval'")
     if hasattr(train_data, "example"):
@@ -313,6 +314,7 @@ def _held_out(config: "Config") -> Dataset:
 def _abstract_batch(
     config: "Config",
     example: dict[str, Any],
+    facts: dict[str, Any],
     rules: Rules,
     mesh: Mesh,
     num_microbatches: int,
@@ -349,7 +351,7 @@ def _abstract_batch(
         )
         sharding = NamedSharding(mesh, spec_of(dimensions))
         batch[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-    config.model.check_batch(batch, data.describe())
+    config.model.check_batch(batch, facts)
     rows = next(iter(batch.values())).sharding.spec[:1]
     batch[SAMPLE_IDS] = jax.ShapeDtypeStruct(
         (config.batch_size,), jnp.uint32, sharding=NamedSharding(mesh, P(*rows))
