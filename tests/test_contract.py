@@ -19,7 +19,10 @@ from meshloom.models.dropout import dropout
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import contract
 from meshloom.trainer.checkpoint import Checkpoints
+from meshloom.trainer.commands import actions
+from meshloom.trainer.config import files as config_files
 from meshloom.trainer.data import Batches, Order, device_batches
+from meshloom.trainer.plan import choosing
 from meshloom.trainer.schedules import Constant
 from meshloom.trainer.train import train
 
@@ -274,6 +277,20 @@ def test_resumes_to_the_same_bits(tmp_path):
     assert "3 arrays of parameters and 4 arrays of variables, digests as" in screen
     assert "Noisy has no method model_flops: the share of the devices' peak" in screen
     assert "No forecast: model Noisy has no method `costs`" in screen
+
+
+def test_microbatches_of_a_batch_norm_are_never_changed_in_silence(
+    tmp_path, monkeypatch
+):
+    """They change what it computes: not on resume, with fewer processes, or to fit."""
+    mesh = MeshSpec(data=4, fsdp=2)
+    run(tmp_path / "run", mesh=mesh, num_steps=1)
+    with pytest.raises(ValueError, match="num_microbatches"):
+        run(tmp_path / "run", mesh=mesh, num_steps=1, num_microbatches=3)
+    monkeypatch.setenv("MESHLOOM_FULL_PROCESSES", "4")
+    loaded = config_files.Loaded(CONFIG, {}, "", ())
+    assert actions._with_fewer_processes(loaded, 2) is loaded
+    assert choosing._counts(CONFIG, 24) == [1]
 
 
 def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path, one_device):

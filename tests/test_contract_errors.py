@@ -12,10 +12,13 @@ from jax import P
 from noisy import CONFIG, Noisy
 from npz_rows import Linear
 from short_runs import prepare
+from tiny_runs import TINY
 from toy_stack import Classifier
 
 from meshloom.sharding import MeshSpec, parse_plan
 from meshloom.trainer import contract, pipelining
+from meshloom.trainer.config import files as config_files
+from meshloom.trainer.train import Config
 
 
 def refused(model, **changes) -> str:
@@ -240,6 +243,21 @@ def test_an_activation_that_does_not_divide_names_the_rules():
         message
     )
     assert "set rules={'classes': ['tensor', None]} to replicate it" in message
+
+
+def test_rules_in_a_config_file_come_back_as_they_were(tmp_path):
+    """A tuple is one candidate of two mesh axes, a list are several candidates."""
+    text = (
+        "rules={'a': ['tensor', None], 'b': ('data', 'fsdp'), 'c': {'param': 'fsdp'}}"
+    )
+    first = config_files.load([TINY], [text], root=Config)
+    (tmp_path / "again.gin").write_text(first.text)
+    again = config_files.load([str(tmp_path / "again.gin")], root=Config).config
+    assert again.rules == first.config.rules
+    rows = {row.name: row for row in again.make_rules().rows if row.plan == "config"}
+    assert rows["a"].candidates == (("tensor",), ())
+    assert rows["b"].candidates == (("data", "fsdp"),)
+    assert rows["c"].role == "param"
 
 
 def test_rules_may_hold_for_one_role_or_replace_those_of_the_plan():

@@ -14,6 +14,7 @@ from ..sharding import MeshSpec, Rules
 from ..sharding.plans import AUTO
 from . import (
     compiler_options,
+    contract,
     distributed,
     executables,
     loop,
@@ -65,6 +66,13 @@ FREE_FIELDS = (
     "sample_prompt",
     "sample_tokens",
 )
+
+
+def free_fields(config: "Config") -> tuple[str, ...]:
+    """Those that may change: by microbatch, a batch norm computes something else."""
+    fixed = ("num_microbatches",) if contract.has_variables(config.model) else ()
+    return tuple(name for name in FREE_FIELDS if name not in fixed)
+
 
 # The least value of each whole number; 0 steps or batches mean never.
 LEAST = (
@@ -235,7 +243,7 @@ def train(
             setup = prepare(config)
             folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
             values = config_tree.flatten(config)
-            changes = folder.check(values, free=FREE_FIELDS, insist=insist)
+            changes = folder.check(values, free=free_fields(config), insist=insist)
             weights.check(setup, folder)
             saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
             if config.checkpoint_folder is not None and not insist:

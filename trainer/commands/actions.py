@@ -56,11 +56,16 @@ def train(args: Namespace) -> int:
 def _with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files.Loaded:
     """Of a job that goes on with fewer processes, each does more, in more parts.
 
-    The batch stays the same; so does the memory that a device needs for its part.
+    The batch stays the same; so does the memory that a device needs for its part. A
+    model with variables is left as it is: a batch norm would compute something else.
     """
+    from .. import contract
+
     full = int(os.environ.get("MESHLOOM_FULL_PROCESSES", now))
     config = loaded.config
     if full <= now or config.mesh.pipe != 1:  # a pipeline chooses its own parts
+        return loaded
+    if contract.has_variables(config.model):
         return loaded
     least = -(-(config.num_microbatches or 1) * full // now)
     parts = (
@@ -220,11 +225,11 @@ def _dry_run(config, workdir: Path, insist: bool) -> None:
     from ..plan import forecast
     from ..run_folder import RunFolder
     from ..setup import prepare
-    from ..train import FREE_FIELDS
+    from ..train import free_fields
 
     setup = prepare(config)
     folder = RunFolder(workdir)
-    folder.check(config_tree.flatten(config), free=FREE_FIELDS, insist=insist)
+    folder.check(config_tree.flatten(config), free=free_fields(config), insist=insist)
     weights.check(setup, folder)
     for line in setup.describe():
         print(line)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from ...sharding.text import human_bytes
+from .. import contract
 from ..pipelining import Pipelining
 from .case import Case, make_case
 from .hardware import CPU, Target
@@ -194,6 +195,8 @@ def _pipelines(
 def _counts(config: "Config", each: int, most: int | None = None) -> list[int]:
     if config.num_microbatches is not None:
         return [config.num_microbatches]
+    if contract.has_variables(config.model):
+        return [1]  # a batch norm computes something else by microbatch
     return [n for n in divisors(each) if most is None or n <= most]
 
 

@@ -1,0 +1,74 @@
+"""Keys, variables and epochs where arrays are sharded across processes."""
+
+import sys
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+
+from meshloom.trainer import manifest, metrics
+
+pytestmark = pytest.mark.processes
+
+TESTS = Path(__file__).parent
+CONFIG = """
+from __gin__ import dynamic_registration
+
+import noisy
+from meshloom.trainer import optimizers
+from meshloom.trainer import schedules
+from meshloom.trainer import train
+
+train.Config:
+  model = @noisy.Noisy()
+  data = @noisy.Rows()
+  optimizer = @optimizers.AdamW()
+  schedule = @schedules.WarmupCosine()
+  batch_size = 24
+  num_steps = 8
+  plan = "data+fsdp+tensor"
+  rules = {"classes": "tensor"}
+  num_microbatches = 2
+  eval_every = 4
+  eval_batches = 2
+  save_every = 4
+
+schedules.WarmupCosine.peak = 0.02
+"""
+
+
+def train(folder: Path, processes: int, devices: int, mesh: str) -> Path:
+    (folder / "noisy.gin").write_text(CONFIG)
+    workdir = folder / f"run-{processes}"
+    argv = [sys.executable, "-m", "meshloom.trainer.cli", "train"]
+    argv += ["--config", str(folder / "noisy.gin"), "--workdir", str(workdir)]
+    argv += ["--cpu-devices", str(devices), "--mesh", mesh]
+    env = {"PYTHONPATH": str(TESTS)}
+    if processes == 1:
+        ended = jobs.run_processes([env], devices, argv, 240)
+    else:
+        ended = jobs.run_job(processes, devices, argv, 240, env=env)
+    for one in ended:
+        assert one.status == 0, one.stdout + one.stderr
+    return workdir
+
+
+def test_three_processes_train_as_one_device_does(tmp_path):
+    """Each process holds a third of the variables of fsdp, and reads its own rows."""
+    one = train(tmp_path, 1, 1, "data=1")
+    three = train(tmp_path, 3, 2, "fsdp=3,tensor=2")
+    for name, count in (("metrics.jsonl", 8), ("eval.jsonl", 2)):
+        found, expected = (
+            np.array([row["loss"] for row in metrics.read(run / name)])
+            for run in (three, one)
+        )
+        # Sums of 24 rows in another order; keys and rows are equal bit for bit.
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        assert len(found) == count
+    saved = manifest.read(three / "checkpoints", 8)["arrays"]
+    assert {path for path in saved if path.startswith("variables/")} == {
+        f"variables/{layer}/{kind}"
+        for layer in ("input", "hidden")
+        for kind in ("mean", "variance")
+    }
