@@ -111,8 +111,14 @@ def test_the_line_at_the_start(tiny):
     assert found.plan is not None, found.reason
     words = found.line()
     assert words.startswith("Forecast: ") and "\n" not in words
-    assert "for cpu:1x8 with" in words and words.endswith("a device, measured here")
-    assert f"{seconds_text(found.seconds)} a step" in words
+    # Of time there is none on CPUs: a roofline of peaks says little about them.
+    assert words.endswith("of its memory") and "step" not in words
+    assert found.seconds is None and found.to_json()["seconds"] is None
+    target = plan(tiny, "v5e-8").target
+    chips = dataclasses.replace(found.plan.case, target=target)
+    other = forecast.Forecast(0, dataclasses.replace(found.plan, case=chips))
+    assert "a step, for v5e-8 with" in other.line()
+    assert other.line().endswith("a device, published")
 
 
 class Costless:
@@ -172,6 +178,10 @@ def test_the_line_at_the_end():
     assert line == (
         "Forecast 3.0 GiB and 500 ms a step; compiler's 2.0 GiB (forecast 1.50 of it), "
         "median step 625 ms (0.80)"
+    )
+    (line,) = compare(document(2 * GIB, 6.0) | {"seconds": None})
+    assert line == (
+        "Forecast 3.0 GiB; compiler's 2.0 GiB (forecast 1.50 of it), median step 6 s"
     )
     (line,) = compare(document(None, None))
     assert line.endswith("a step; memory unknown, no step time: too few steps")

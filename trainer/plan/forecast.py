@@ -14,6 +14,7 @@ from ...sharding.text import human_bytes
 from .. import metrics
 from ..progress import human
 from ..report.data import median_step_seconds
+from .hardware import CPU
 from .here import target_here
 from .predict import Plan, plan
 from .text import seconds_text
@@ -34,10 +35,15 @@ class Forecast:
     reason: str = ""
 
     @property
-    def seconds(self) -> float:
-        """Of a step, as it is modelled."""
+    def seconds(self) -> float | None:
+        """Of a step, as it is modelled; None on CPUs.
+
+        A roofline is made of peaks. On CPUs steps took 3 to 6 times as long, by how
+        small the products are and what else the cores do: that is no forecast.
+        """
         assert self.plan is not None
-        return self.plan.roofline.step
+        is_cpu = self.plan.target.device.platform == CPU
+        return None if is_cpu else self.plan.roofline.step
 
     def line(self) -> str:
         if self.plan is None:
@@ -45,13 +51,16 @@ class Forecast:
         target, memory = self.plan.target, self.plan.memory.peak
         device = target.device
         share = f"{memory / device.usable:.0%} of its memory"
-        source = device.source if device.platform == "cpu" else "published"
-        return (
+        words = (
             f"Forecast: {human_bytes(memory)} on a device, {share}"
-            f"{'' if self.plan.fits else ', too much'}; "
-            f"{seconds_text(self.seconds)} a step, for {target.name} with "
+            f"{'' if self.plan.fits else ', too much'}"
+        )
+        if self.seconds is None:
+            return words
+        return (
+            f"{words}; {seconds_text(self.seconds)} a step, for {target.name} with "
             f"{human(device.flops)}FLOP/s and {human(device.hbm_bandwidth)}B/s a "
-            f"device, {source}"
+            "device, published"
         )
 
     def to_json(self, measured: "Measured | None" = None) -> dict[str, Any]:
