@@ -149,3 +149,14 @@ def test_the_error_shown_is_the_error_raised():
     with pytest.raises(ValueError) as error:
         resolve(tree, data() + tensor(), MeshSpec(tensor=8).abstract(), axes=axes)
     assert str(error.value) in PAGE.replace("\n", " ")
+
+
+def test_the_installation_shown_is_the_one_that_ci_makes():
+    """`make wheel-test` runs the programs of the pages where it has installed so."""
+    shown = [block for block in blocks("sh") if block.startswith("pip")]
+    assert shown == ["pip install jax\npip install --no-deps .\n"]
+    makefile = (pathlib.Path(__file__).parents[1] / "Makefile").read_text()
+    alone = [line for line in makefile.splitlines() if "$(ALONE_VENV)/bin" in line]
+    assert "constraints.txt jax " in alone[1], alone
+    assert "--no-deps build/wheel/" in alone[2], alone
+    assert "tests/alone_check.py" in alone[3], alone
