@@ -100,3 +100,31 @@ def config(path: str, **settings) -> Config:
         "check_replicas_every": 0,
     }
     return Config(**(values | settings))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bigrams:
+    """Text, each byte predicted from the one before: the smallest language model."""
+
+    def init(self, key):
+        return {"table": 0.1 * jax.random.normal(key, (264, 264))}
+
+    def axes(self):
+        return {"table": ("embed", "norm")}
+
+    def batch_axes(self):
+        names = ("inputs", "targets", "weights")
+        return dict.fromkeys(names, ("batch", None))
+
+    def check_batch(self, batch, facts):
+        pass
+
+    def loss(self, params, batch, shard):
+        table = shard.weight(params["table"], ("embed", "norm"))
+        scores = jax.nn.log_softmax(table[batch["inputs"]])
+        chosen = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)
+        weights = batch["weights"]
+        return -jnp.sum(weights * chosen[..., 0]), jnp.sum(weights), {}
+
+    def model_flops(self, batch):
+        return 6.0 * batch["inputs"].size * 264

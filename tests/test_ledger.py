@@ -12,10 +12,16 @@ from meshloom.trainer.order import Order
 SIZE, EXAMPLES, SEED = 4, 10, 3
 START = {"event": "start", "batch_size": SIZE, "num_examples": EXAMPLES, "seed": SEED}
 
+DATA_A, DATA_B = START | {"data": "aaaa"}, START | {"data": "bbbb"}
+CHANGED = {"event": "data_changed", "split": "train", "digest": ["aaaa", "bbbb"]}
 
-def samples(batch: int) -> str:
-    ids = Order(EXAMPLES, SEED).index(np.arange(batch * SIZE, (batch + 1) * SIZE))[1]
-    return digest.tree_digests({"x": ids.astype(np.uint32)})["x"]
+
+def ids(batch: int, seed: int) -> np.ndarray:
+    return Order(EXAMPLES, seed).index(np.arange(batch * SIZE, (batch + 1) * SIZE))[1]
+
+
+def samples(batch: int, seed: int = SEED) -> str:
+    return digest.tree_digests({"x": ids(batch, seed).astype(np.uint32)})["x"]
 
 
 def step(number: int, batch: int | None = None, **fields) -> dict:
@@ -83,9 +89,17 @@ FAULTY = {
     "a step missing": ([START, *steps(1, 3)], "misses one before 3"),
     "a batch twice": (
         [START, step(1), step(2, batch=0)],
-        "step 2 begins at example 0, used already up to 4",
+        "step 2 has 4 samples that epoch 0 has used already, first sample",
     ),
     "a batch lost": ([START, step(1), step(2, batch=2)], "examples 4 to 7 are in no"),
+    "another seed": (
+        [START, *steps(1, 2), START | {"seed": 4}, restore(2), step(3)],
+        "step 3 has ",
+    ),
+    "other data without a word": (
+        [DATA_A, step(1), DATA_B, restore(1), step(2)],
+        "after step 1 data aaaa (10 examples) became data bbbb (10 examples) without",
+    ),
     "other samples": (
         [START, step(1), step(2, samples=samples(0))],
         f"step 2: its samples have digest {samples(0)}, those of batch 1 {samples(1)}",
@@ -103,6 +117,37 @@ def test_faults_are_found(name):
     found = ledger_audit.examine(rows)
     assert any(words in fault for fault in found.faults), found.faults
     assert "audit: FAILED" in str(found)
+
+
+def test_what_is_proved_of_data_that_was_changed_on_purpose():
+    """Batch 0 of one dataset, then batches 1 and 2 of another."""
+    rows = [DATA_A, *steps(1, 2), CHANGED, DATA_B, restore(1), *steps(2, 3)]
+    found = ledger_audit.examine(rows)
+    assert found.faults == []
+    assert str(found).endswith(
+        "audit: the data was changed on purpose, so this is proved for each part:\n"
+        "  steps 1 to 1, data aaaa (10 examples): each sample contributed to exactly "
+        "one update of its epoch, or is named above\n"
+        "  steps 2 to 3, data bbbb (10 examples): each sample contributed to exactly "
+        "one update of its epoch, or is named above\n"
+        "  Whether a sample of one part is also in another cannot be told."
+    )
+
+
+def test_a_sample_used_twice_by_its_number_and_not_by_its_position():
+    """Positions 8 to 11 follow 0 to 7, but another seed put other samples there."""
+    other = START | {"seed": 4}
+    again = step(3, batch=2)
+    again["samples"] = samples(2, seed=4)
+    found = ledger_audit.examine([START, *steps(1, 2), other, restore(2), again])
+    used = set(ids(0, SEED)) | set(ids(1, SEED))
+    # Two of the four belong to the next epoch.
+    twice = [i for i in ids(2, 4)[:2] if i in used]
+    assert twice
+    assert found.faults == [
+        f"step 3 has {len(twice)} samples that epoch 0 has used already, first sample "
+        f"{twice[0]}, of step {1 if twice[0] in ids(0, SEED) else 2}"
+    ]
 
 
 def test_half_a_line_is_cut_off(tmp_path):

@@ -7,7 +7,7 @@ dropped.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class PackedDataset:
             first token of a document is predicted without a view of the one before.
         what: the object that error messages speak of.
         about: facts that `describe` passes on.
+        files: {name: path} of what the documents are read from, if they are files.
     """
 
     unit = "tokens"
@@ -42,6 +43,7 @@ class PackedDataset:
         separate_documents: bool,
         what: str,
         about: dict[str, Any],
+        files: Mapping[str, str] | None = None,
     ):
         self._offsets = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum(lengths.astype(np.int64) + 1)]
@@ -52,6 +54,7 @@ class PackedDataset:
         self._num_bytes = num_bytes
         self._separate_documents = separate_documents
         self._about = about
+        self._files = files or {}
         self.units_per_example = length
         self.num_tokens = int(self._offsets[-1])
         if self.num_tokens < length + 1:
@@ -100,6 +103,9 @@ class PackedDataset:
             "segments": 1 + np.cumsum(starts, dtype=np.int32),
             "positions": places - openings,
         }
+
+    def files(self) -> Mapping[str, str]:
+        return self._files
 
     def describe(self) -> dict[str, Any]:
         covered = len(self) * self._length + 1

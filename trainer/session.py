@@ -264,6 +264,9 @@ class Session:
         count = jax.process_count()
         if before and before[-1]["processes"] != count:
             self.ledger.event("resize", processes=count, before=before[-1]["processes"])
+        identity = self.setup.identity
+        for change in identity.changes if identity else ():
+            self.ledger.event("data_changed", **change)
         self.ledger.event(
             "start",
             processes=count,
@@ -274,6 +277,7 @@ class Session:
             batch_size=config.batch_size,
             seed=config.seed,
             num_examples=len(data),
+            data=identity.splits["train"].digest if identity else None,
         )
 
     def _writers(self, start: int) -> Sequence[metrics.Writer]:

@@ -29,6 +29,7 @@ from .run_folder import environment
 from .state import Layout, State, plan_layout
 
 if TYPE_CHECKING:
+    from .data_identity import Identity
     from .train import Config
 
 
@@ -50,6 +51,13 @@ class Setup:
     step_fn: Any  # jitted: (state, batch) -> (state, metrics)
     eval_fn: Any  # jitted: (state, batch) -> sums
     pipeline: Plan | None = None
+    identity: "Identity | None" = None  # of the data; None until it has been read
+
+    @property
+    def datasets(self) -> dict[str, Dataset]:
+        """The splits that are used, by name."""
+        found = {"train": self.train_data, "eval": self.eval_data}
+        return {name: data for name, data in found.items() if data is not None}
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -130,6 +138,7 @@ class Setup:
             "data": {
                 "next_example": (step + batches_ahead) * self.config.batch_size,
                 **self.train_data.describe(),
+                "splits": self.identity.facts() if self.identity else {},
             },
         }
 

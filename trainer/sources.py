@@ -4,6 +4,7 @@ A source is plain data; files are touched by `open` alone. Nothing here knows of
 """
 
 import dataclasses
+import hashlib
 import math
 from typing import Any, Literal, Protocol
 
@@ -33,7 +34,11 @@ class Dataset(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Returns counts, digest and path, for the log."""
+        """Returns counts and path, for the log.
+
+        A `digest` among them stands for the contents of the split. Without one, and
+        without a method `files() -> {name: path}`, examples are read to make one.
+        """
         ...
 
     def loss_units(self, loss: float) -> dict[str, float]:
@@ -106,8 +111,8 @@ class Text:
                 "path": self.path,
                 "split": split,
                 "vocab_size": Bytes.vocab_size,
-                "digest": documents.listing_digest(chosen),
             },
+            files={document.name: document.path for document in chosen},
         )
 
     def tokenizer(self) -> Tokenizer:
@@ -233,6 +238,7 @@ class SyntheticDataset:
             "tokens": len(self) * self._source.length,
             "vocab_size": self._source.vocab_size,
             "lowest_loss": math.log(self._source.branches),
+            "digest": hashlib.sha256(f"1 {self._source}".encode()).hexdigest(),
         }
 
     def loss_units(self, loss: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from ..sharding.plans import AUTO
 from . import (
     compiler_options,
     contract,
+    data_identity,
     distributed,
     executables,
     loop,
@@ -249,6 +250,10 @@ def train(
             if config.checkpoint_folder is not None and not insist:
                 _check_owner(folder, saved)
             held.enter_context(folder.claim())
+        identity = data_identity.establish(
+            setup.datasets, folder.path, saved, insist=insist, say=console.print
+        )
+        setup = dataclasses.replace(setup, identity=identity)
         called += rollcall.what_we_do(setup, _shared_folders(folder, config))
         console.print(f"Run folder {folder.path}")
         for line in setup.describe():
@@ -256,6 +261,10 @@ def train(
         if changes:
             text = config_tree.format_diff(changes)
             console.print(f"Continued with other settings:\n{text}", markup=False)
+        if identity.changes:
+            console.print(
+                f"Continued with other data:\n{identity.words()}", markup=False
+            )
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
         pulse = held.enter_context(
             Pulse(
@@ -294,6 +303,7 @@ def train(
                 position = session.begin()
                 document = config_tree.to_json(config, origins or {})
                 folder.write_config(document, config_text)
+                identity.write(folder.path, jax.process_index())
             state = position.state
             sizes = setup.layout.params.mesh
             folder.write_json("environment.json", environment(sizes))

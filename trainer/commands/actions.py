@@ -221,7 +221,7 @@ def _plan(config, mesh):
 
 
 def _dry_run(config, workdir: Path, insist: bool) -> None:
-    from .. import weights
+    from .. import data_identity, storage, weights
     from ..plan import forecast
     from ..run_folder import RunFolder
     from ..setup import prepare
@@ -231,6 +231,11 @@ def _dry_run(config, workdir: Path, insist: bool) -> None:
     folder = RunFolder(workdir)
     folder.check(config_tree.flatten(config), free=free_fields(config), insist=insist)
     weights.check(setup, folder)
+    if folder.previous_values() is not None:
+        saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
+        data_identity.establish(
+            setup.datasets, folder.path, saved, insist=insist, say=print
+        )
     for line in setup.describe():
         print(line)
     print(forecast.foretell(setup, 0).line())

@@ -193,9 +193,11 @@ def flags(text: str) -> dict[str, str]:
 def data_facts(setup: Setup) -> dict[str, Any]:
     """What the datasets are, wherever they lie."""
     found = {}
-    for split, data in (("train", setup.train_data), ("eval", setup.eval_data)):
-        about = data.describe() if data is not None else {}
-        found |= {f"{split} {k}": v for k, v in about.items() if k != "path"}
+    for split, data in setup.datasets.items():
+        about = {k: v for k, v in data.describe().items() if k != "path"}
+        if setup.identity is not None:
+            about["digest"] = setup.identity.splits[split].digest
+        found |= {f"{split} {name}": value for name, value in about.items()}
     return found
 
 
