@@ -87,11 +87,11 @@ def test_a_file_added_to_a_corpus_is_refused_and_insisting_is_noted(corpus, tmp_
     }
     assert saved.keys() == {"train", "eval"}
 
-    (corpus / "new.txt").write_text("weave " * 400)
+    (corpus / "weave.txt").write_text("weave " * 400)
     (corpus / "3.txt").write_text("3 MESH LOOM " * 40)  # as long as before
     longer = dataclasses.replace(config, num_steps=12)
     words = (
-        r"split 'train': \d+ -> \d+ examples; added: new.txt; changed: 3.txt; digest"
+        r"split 'train': \d+ -> \d+ examples; added: weave.txt; changed: 3.txt; digest"
     )
     with pytest.raises(ValueError, match=words):
         run(longer, folder)
@@ -103,7 +103,11 @@ def test_a_file_added_to_a_corpus_is_refused_and_insisting_is_noted(corpus, tmp_
         for row in ledger.Ledger(folder, is_writer=False).read()
         if row["event"] == "data_changed"
     )
-    assert event["files"] == {"added": ["new.txt"], "removed": [], "changed": ["3.txt"]}
+    assert event["files"] == {
+        "added": ["weave.txt"],
+        "removed": [],
+        "changed": ["3.txt"],
+    }
     found = ledger_audit.audit(folder)
     assert found.faults == []
     assert [part[:2] for part in found.parts] == [(1, 8), (9, 12)]
@@ -116,7 +120,7 @@ def test_without_the_record_the_newest_checkpoint_tells(corpus, tmp_path):
     config, folder = text_config(corpus), tmp_path / "run"
     run(config, folder)
     (folder / "data.json").unlink()
-    (corpus / "new.txt").write_text("weave " * 400)
+    (corpus / "weave.txt").write_text("weave " * 400)
     with pytest.raises(ValueError, match=r"split 'train': \d+ -> \d+ examples; digest"):
         run(config, folder)
 
@@ -252,7 +256,7 @@ def test_one_process_of_a_host_reads_and_all_refuse(tmp_path):
     first, second = jobs.run_job(2, 2, argv, 240, env=env)
     assert (first.status, second.status) == (0, 0), (first, second)
     assert first.stdout.count("reads ") > 10 and "reads " not in second.stdout
-    (tmp_path / "text" / "zzz.py").write_text("pass\n" * 2000)
+    (tmp_path / "text" / "zz.py").write_text("pass\n" * 2000)
     for process in jobs.run_job(2, 2, argv, 240, env=env):
         assert process.status == 2, process
-        assert "added: zzz.py" in process.stderr
+        assert "added: zz.py" in process.stderr

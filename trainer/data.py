@@ -31,6 +31,8 @@ Shardings = NamedSharding | Mapping[str, NamedSharding]
 # The array of a batch that holds each row's number in the dataset; where there is a
 # sharding for it, batches have it beside the dataset's own arrays.
 SAMPLE_IDS = "sample_ids"
+# The array by which rows count; those that fill up a batch count 0.
+WEIGHTS = "weights"
 
 
 class Batches:
@@ -41,6 +43,8 @@ class Batches:
         rows: the rows to read, for instance `needed_rows`; None means all.
         training: whether a dataset with a method `example(i, epoch)` is read by it;
             evaluation always reads `dataset[i]`.
+        num_examples: of the run; rows after them hold the first example, at a weight
+            of 0. None for a run without an end.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class Batches:
         batch_size: int,
         rows: Sequence[int] | np.ndarray | None = None,
         training: bool = True,
+        num_examples: int | None = None,
     ):
         self.dataset = dataset
+        self.num_examples = num_examples
         self.order = order
         self.batch_size = batch_size
         self.rows = np.arange(batch_size) if rows is None else np.asarray(rows)
@@ -71,19 +77,31 @@ class Batches:
 
     def sample_ids(self, step: int) -> np.ndarray:
         """Returns the number in the dataset of each row of batch `step`."""
-        return self.order.index(step * self.batch_size + self.rows)[1]
+        return self.order.index(self._positions(step))[1]
+
+    def _positions(self, step: int) -> np.ndarray:
+        """In the order; 0 for rows that only fill up the batch."""
+        numbers = step * self.batch_size + self.rows
+        return np.where(self._is_padding(step), 0, numbers)
+
+    def _is_padding(self, step: int) -> np.ndarray:
+        numbers = step * self.batch_size + self.rows
+        return numbers >= (np.inf if self.num_examples is None else self.num_examples)
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        epochs, ids = self.order.index(step * self.batch_size + self.rows)
+        epochs, ids = self.order.index(self._positions(step))
         if self._example is None:
             examples = [self.dataset[i] for i in ids.tolist()]
         else:
             pairs = zip(ids.tolist(), epochs.tolist(), strict=True)
             examples = [self._example(i, epoch) for i, epoch in pairs]
-        return {
+        batch = {
             name: np.stack([example[name] for example in examples])
             for name in examples[0]
         }
+        if (padding := self._is_padding(step)).any():
+            batch[WEIGHTS][padding] = 0
+        return batch
 
 
 def needed_rows(
@@ -249,6 +267,7 @@ def device_batches(
     stop: int,
     training: bool = True,
     prefetch: int = 2,
+    num_examples: int | None = None,
 ) -> DeviceBatches:
     """Returns batches start..stop - 1 as global arrays, read ahead off this thread.
 
@@ -259,6 +278,7 @@ def device_batches(
         start: number of updates done; the first batch is the one of update start + 1.
         training: see Batches.
         prefetch: batches to hold ready; 0 reads in the calling thread.
+        num_examples: see Batches.
     """
     if not 0 <= start <= stop:
         raise ValueError(
@@ -267,5 +287,5 @@ def device_batches(
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; expected at least 0 batches.")
     rows = needed_rows(shardings, batch_size)
-    batches = Batches(dataset, order, batch_size, rows, training)
+    batches = Batches(dataset, order, batch_size, rows, training, num_examples)
     return DeviceBatches(_Placed(batches, shardings, start, stop), prefetch)

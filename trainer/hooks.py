@@ -1,16 +1,18 @@
 """What happens between steps: recording, evaluation, checkpoints."""
 
+import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .bad_steps import BadSteps
 from .checkpoint import Checkpoints
-from .data import Dataset, Order, Shardings, device_batches
+from .data import Order, Shardings, device_batches
+from .held_out import WORDS, HeldOut
 from .ledger import Ledger
 from .loop import Row
 from .metrics import Writer
@@ -58,44 +60,67 @@ class Recorder:
             self.bad.see(row)
 
 
+# Evaluation steps that the devices may have before them.
+IN_FLIGHT = 4
+
+
 @dataclasses.dataclass
 class Evaluate:
-    """The mean loss over the first batches of the held-out split, in order."""
+    """The mean loss, and all else that the model sums, over a held-out split in order.
+
+    Attributes:
+      latest: the newest step, and its loss.
+    """
 
     every: int
     eval_fn: Callable[[Any, Any], dict[str, jax.Array]]
-    dataset: Dataset
+    split: HeldOut
     batch_size: int
-    num_batches: int
     shardings: Shardings
     progress: Progress
     writers: Sequence[Writer]
-    latest: tuple[int, float] | None = None  # the newest step, and its loss
+    latest: tuple[int, float] | None = None
 
     def __call__(self, step: int, state: State) -> None:
-        total: dict[str, jax.Array] | None = None
+        sums = self._sums(state)
+        weight = sums.pop("weight")
+        penalty = sums.pop("penalty", 0.0)
+        loss = (sums.pop("loss") - penalty) / weight
+        self.latest = (step, loss)
+        units = self.split.data.loss_units(loss)
+        others = {name: total / weight for name, total in sums.items()}
+        row = {"step": step, "loss": loss, **units, **others}
+        for writer in self.writers:
+            writer.write(self.split.name, [row])
+        words = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k != "step")
+        self.progress.message(f"step {step}  {WORDS[self.split.name]} {words}")
+        self.progress.rate.restart()
+
+    def _sums(self, state: State) -> dict[str, float]:
+        """Added up in double precision, so that the number of batches does not show."""
+        running: collections.deque[dict[str, jax.Array]] = collections.deque()
+        found: list[dict[str, float]] = []
+
+        def fetch(most: int) -> None:
+            while len(running) > most:
+                found.append(jax.device_get(running.popleft()))
+
+        data = self.split.data
         with device_batches(
-            self.dataset,
-            Order(len(self.dataset), shuffle=False),
+            data,
+            Order(len(data), shuffle=False),
             batch_size=self.batch_size,
             shardings=self.shardings,
             start=0,
-            stop=self.num_batches,
+            stop=self.split.num_batches,
             training=False,
+            num_examples=len(data),
         ) as batches:
             for batch in batches:
-                sums = self.eval_fn(state, batch)
-                total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-        assert total is not None
-        sums = {name: float(value) for name, value in jax.device_get(total).items()}
-        loss = (sums["loss"] - sums.get("penalty", 0.0)) / sums["weight"]
-        self.latest = (step, loss)
-        row = {"step": step, "loss": loss, **self.dataset.loss_units(loss)}
-        for writer in self.writers:
-            writer.write("eval", [row])
-        units = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k != "step")
-        self.progress.message(f"step {step}  held-out {units}")
-        self.progress.rate.restart()
+                running.append(self.eval_fn(state, batch))
+                fetch(IN_FLIGHT)
+        fetch(0)
+        return {name: math.fsum(float(x[name]) for x in found) for name in found[0]}
 
 
 LONG = 1.0  # seconds of a stall that a person is told of

@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 Row = Mapping[str, Any]
-Kind = Literal["train", "eval"]
+Kind = Literal["train", "eval", "test"]
 
-FILES: dict[Kind, str] = {"train": "metrics.jsonl", "eval": "eval.jsonl"}
+FILES: dict[Kind, str] = {
+    "train": "metrics.jsonl",
+    "eval": "eval.jsonl",
+    "test": "test.jsonl",
+}
 
 # Writers beside the files, and the packages that they need.
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -100,7 +104,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class FileWriter:
-    """Writes metrics.jsonl and eval.jsonl of a run folder.
+    """Writes metrics.jsonl, eval.jsonl and test.jsonl of a run folder.
 
     Each row also gets `time`, the Unix time at which its group was written.
     """

@@ -227,19 +227,21 @@ class Session:
         if config.check_replicas_every:  # first: what it refuses must not be saved
             every = config.check_replicas_every
             hooks.append(CheckReplicas(every, self.folder.path, position.step))
-        evaluate = None
-        if setup.eval_data is not None:
-            evaluate = Evaluate(
-                config.eval_every,
+        # The test split once, at the end; the other as often as it is asked for.
+        every = {"eval": config.eval_every, "test": 0}
+        evaluations = {
+            name: Evaluate(
+                every[name],
                 setup.eval_fn,
-                setup.eval_data,
+                split,
                 config.batch_size,
-                setup.num_eval_batches,
                 setup.batch_shardings,
                 progress,
                 writers,
             )
-            hooks.append(evaluate)
+            for name, split in setup.held_out.items()
+        }
+        hooks += evaluations.values()
         # Last: a run killed right after it resumes here, and must lack no evaluation.
         save = Save(
             config.save_every,
@@ -248,7 +250,7 @@ class Session:
             progress,
             bad,
             position.batches_ahead,
-            evaluate,
+            evaluations.get("eval"),
         )
         return [*hooks, save], save
 

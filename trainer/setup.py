@@ -22,6 +22,7 @@ from . import step as step_lib
 from .config import tree as config_tree
 from .data import SAMPLE_IDS, Dataset, check_type, throughput_unit
 from .executables import Executables
+from .held_out import SETTINGS, HeldOut, open_split, with_weights
 from .pipelining import Pipelining, Plan, plan_pipeline
 from .plan.choosing import Chosen, choose_here
 from .rules import name_settings
@@ -46,7 +47,7 @@ class Setup:
     rules: Rules
     layout: Layout
     train_data: Dataset
-    eval_data: Dataset | None
+    held_out: dict[str, HeldOut]  # the splits that are evaluated
     batch: dict[str, jax.ShapeDtypeStruct]
     step_fn: Any  # jitted: (state, batch) -> (state, metrics)
     eval_fn: Any  # jitted: (state, batch) -> sums
@@ -56,8 +57,8 @@ class Setup:
     @property
     def datasets(self) -> dict[str, Dataset]:
         """The splits that are used, by name."""
-        found = {"train": self.train_data, "eval": self.eval_data}
-        return {name: data for name, data in found.items() if data is not None}
+        others = {name: split.data for name, split in self.held_out.items()}
+        return {"train": self.train_data, **others}
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -78,14 +79,6 @@ class Setup:
         """FLOPs of one update; None where the model does not count them."""
         count = getattr(self.config.model, "model_flops", None)
         return None if count is None else count(self.batch)
-
-    @property
-    def num_eval_batches(self) -> int:
-        """Whole batches of an evaluation: those asked for, or as many as there are."""
-        if self.eval_data is None:
-            return 0
-        available = len(self.eval_data) // self.config.batch_size
-        return min(self.config.eval_batches, available)
 
     def describe(self) -> list[str]:
         """What runs where, in a few lines, before anything slow begins."""
@@ -116,12 +109,7 @@ class Setup:
             )
         if device.platform == "cpu":
             lines.insert(0, "No accelerator found or asked for: training on the CPU")
-        if self.num_eval_batches < self.config.eval_batches:
-            lines.append(
-                f"Each evaluation takes {self.num_eval_batches} batches, not the "
-                f"{self.config.eval_batches} of eval_batches: the held-out split has "
-                "no more"
-            )
+        lines += [split.describe() for split in self.held_out.values()]
         if whole := sum(a.bytes for a in params.replicated()):
             lines.append(
                 f"{human_bytes(whole)} of parameters are whole on every device "
@@ -208,14 +196,15 @@ def _prepare(config: "Config", devices: Any) -> Setup:
         num_microbatches = pipeline.schedule.num_microbatches
     shard = Sharder(mesh, rules)
     staged = pipeline.bind(settled, mesh, rules) if pipeline else None
-    train_data = config.data.open("train")
-    eval_data = _held_out(config) if config.eval_batches else None
+    train_data = with_weights(config, config.data.open("train"))
+    splits = (open_split(config, name) for name in SETTINGS)
+    held_out = {split.name: split for split in splits if split is not None}
     throughput_unit(train_data)  # raises where it is not one
     first = train_data[0]
     facts = train_data.describe()
     batch = _abstract_batch(config, first, facts, rules, mesh, num_microbatches)
-    if eval_data is not None:
-        _check_alike(first, eval_data[0], "in split 'eval'")
+    for split in held_out.values():
+        _check_alike(first, split.data[0], f"in split {split.name!r}")
     if hasattr(train_data, "example"):
         example = train_data.example(0, 0)  # type: ignore
         _check_alike(first, example, "by its method `example`")
@@ -257,7 +246,7 @@ def _prepare(config: "Config", devices: Any) -> Setup:
         rules,
         layout,
         train_data,
-        eval_data,
+        held_out,
         batch,
         step_fn,
         eval_fn,
@@ -307,17 +296,6 @@ def _compile_anew() -> None:
     """
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
-
-
-def _held_out(config: "Config") -> Dataset:
-    data = config.data.open("eval")
-    if len(data) < config.batch_size:
-        raise ValueError(
-            f"the held-out split has {len(data)} examples, fewer than one batch of "
-            f"{config.batch_size}. Hold out more, make batches smaller, or set "
-            "eval_batches=0 to train without evaluation."
-        )
-    return data
 
 
 def _abstract_batch(

@@ -14,7 +14,7 @@ from . import documents, order, shards
 from .packing import PackedDataset
 from .tokenizer import Bytes, Tokenizer
 
-Split = Literal["train", "eval"]
+Split = Literal["train", "eval", "test"]
 
 
 class Dataset(Protocol):

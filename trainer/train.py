@@ -14,7 +14,7 @@ from ..sharding import MeshSpec, Rules
 from ..sharding.plans import AUTO
 from . import (
     compiler_options,
-    contract,
+    continuing,
     data_identity,
     distributed,
     executables,
@@ -42,45 +42,12 @@ from .session import Session
 from .setup import Setup, prepare
 from .state import Model, State
 
-# Fields that change how a run is computed, saved or shown, and not what it computes:
-# a run folder may be continued with other values of these.
-FREE_FIELDS = (
-    "mesh",
-    "plan",
-    "rules",
-    "num_microbatches",
-    "pipeline",
-    "log_every",
-    "eval_every",
-    "eval_batches",
-    "save_every",
-    "keep_checkpoints",
-    "rewind_after",
-    "max_rewinds",
-    "stall_seconds",
-    "keep_every",
-    "keep_best",
-    "check_replicas_every",
-    "writers",
-    "compiler_options",
-    "probe_network",
-    "sample_prompt",
-    "sample_tokens",
-)
-
-
-def free_fields(config: "Config") -> tuple[str, ...]:
-    """Those that may change: by microbatch, a batch norm computes something else."""
-    fixed = ("num_microbatches",) if contract.has_variables(config.model) else ()
-    return tuple(name for name in FREE_FIELDS if name not in fixed)
-
-
 # The least value of each whole number; 0 steps or batches mean never.
 LEAST = (
     (("batch_size", "num_steps", "log_every", "sample_tokens"), 1),
     (("num_microbatches", "keep_checkpoints", "rewind_after"), 1),
     (("eval_every", "eval_batches", "save_every", "seed", "max_rewinds"), 0),
-    (("keep_every", "keep_best", "check_replicas_every"), 0),
+    (("test_batches", "keep_every", "keep_best", "check_replicas_every"), 0),
 )
 
 
@@ -109,7 +76,9 @@ class Config:
       stall_seconds: without a finished step, after which this process writes stacks
         and ends; None for 60, or ten times the median if that is more; 0 for never.
       eval_every: steps between evaluations, one more at the end; 0 only there.
-      eval_batches: batches of the held-out split in each evaluation; 0 for none.
+      eval_batches: batches of the held-out split in each evaluation; None for all of
+        it, 0 for none.
+      test_batches: the same of the test split, once, after the last step.
       save_every: steps between checkpoints, one more at the end; 0 only there.
       init_from: a run folder, or the folder of one step of it, whose parameters the run
         begins with; used only where it has no checkpoint of its own.
@@ -148,7 +117,8 @@ class Config:
     init_from: str | None = None
     log_every: int = 10
     eval_every: int = 100
-    eval_batches: int = 16
+    eval_batches: int | None = 16
+    test_batches: int | None = 0
     save_every: int = 100
     checkpoint_folder: str | None = None
     keep_checkpoints: int | None = 3
@@ -187,7 +157,7 @@ class Config:
                 f"stall_seconds must not be negative, got {self.stall_seconds}; 0 "
                 "never ends a process that is stuck"
             )
-        if self.keep_best and not self.eval_batches:
+        if self.keep_best and self.eval_batches == 0:
             raise ValueError(
                 f"keep_best is {self.keep_best}, but with eval_batches=0 there is no "
                 "held-out loss to choose by. Set eval_batches, or keep_best=0."
@@ -243,10 +213,9 @@ def train(
             storage.check_installed(config.checkpoint_folder)
             setup = prepare(config)
             folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
-            values = config_tree.flatten(config)
-            changes = folder.check(values, free=free_fields(config), insist=insist)
-            weights.check(setup, folder)
             saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
+            differences = continuing.check(config, folder, saved, insist=insist)
+            weights.check(setup, folder)
             if config.checkpoint_folder is not None and not insist:
                 _check_owner(folder, saved)
             held.enter_context(folder.claim())
@@ -258,9 +227,8 @@ def train(
         console.print(f"Run folder {folder.path}")
         for line in setup.describe():
             console.print(line, markup=False)
-        if changes:
-            text = config_tree.format_diff(changes)
-            console.print(f"Continued with other settings:\n{text}", markup=False)
+        for line in differences:
+            console.print(line, markup=False)
         if identity.changes:
             console.print(
                 f"Continued with other data:\n{identity.words()}", markup=False

@@ -221,18 +221,17 @@ def _plan(config, mesh):
 
 
 def _dry_run(config, workdir: Path, insist: bool) -> None:
-    from .. import data_identity, storage, weights
+    from .. import continuing, data_identity, storage, weights
     from ..plan import forecast
     from ..run_folder import RunFolder
     from ..setup import prepare
-    from ..train import free_fields
 
     setup = prepare(config)
     folder = RunFolder(workdir)
-    folder.check(config_tree.flatten(config), free=free_fields(config), insist=insist)
+    saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
+    continuing.check(config, folder, saved, insist=insist)
     weights.check(setup, folder)
     if folder.previous_values() is not None:
-        saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
         data_identity.establish(
             setup.datasets, folder.path, saved, insist=insist, say=print
         )
