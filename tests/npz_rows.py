@@ -26,7 +26,7 @@ class Linear:
         return {"w": ("embed", "norm")}
 
     def batch_axes(self):
-        return {"x": ("batch", None), "label": ("batch",)}
+        return {"x": ("batch", None), "label": ("batch",), "weights": ("batch",)}
 
     def check_batch(self, batch, facts):
         pass
@@ -37,8 +37,9 @@ class Linear:
         chosen = jax.nn.log_softmax(logits) * jax.nn.one_hot(
             batch["label"], NUM_CLASSES
         )
-        count = jnp.asarray(len(right), jnp.float32)
-        return -jnp.sum(chosen), count, {"accuracy": jnp.sum(right * 1.0)}
+        weights = batch["weights"]
+        loss = -jnp.sum(weights * jnp.sum(chosen, axis=-1))
+        return loss, jnp.sum(weights), {"accuracy": jnp.sum(weights * right)}
 
     def model_flops(self, batch):
         return 6.0 * batch["label"].shape[0] * NUM_FEATURES * NUM_CLASSES

@@ -208,18 +208,13 @@ DATA = {
         "short",
         ["data.holdout=0.5", "data.length=32"],
         "split 'train': the split holds .* tokens, but one example of length 32 takes "
-        "33. The longest possible length is .*; lower it, or add data.",
+        "33. The longest possible length is .*; lower it, or give the split more data.",
     ),
     "nothing held out": (
         "few",
         ["data.holdout=0.0"],
-        "split 'eval' is empty: holdout=0.0 of 30 documents leaves none for it. Raise "
-        "holdout, or add documents.",
-    ),
-    "too little held out": (
-        "few",
-        ["data.holdout=0.05"],
-        "the held-out split has .* examples, fewer than one batch of 16.",
+        "split 'eval' is empty: holdout=0.0 of 30 documents leaves none for it. Name "
+        "its files as eval_path, raise holdout, or add documents.",
     ),
     "sample longer than the model takes": (
         "few",

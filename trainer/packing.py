@@ -61,7 +61,7 @@ class PackedDataset:
             raise ValueError(
                 f"{what}: the split holds {self.num_tokens} tokens, but one example of "
                 f"length {length} takes {length + 1}. The longest possible length is "
-                f"{self.num_tokens - 1}; lower it, or add data."
+                f"{self.num_tokens - 1}; lower it, or give the split more data."
             )
 
     def __len__(self) -> int:

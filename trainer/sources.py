@@ -6,15 +6,15 @@ A source is plain data; files are touched by `open` alone. Nothing here knows of
 import dataclasses
 import hashlib
 import math
-from typing import Any, Literal, Protocol
+import os
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
 from . import documents, order, shards
 from .packing import PackedDataset
+from .splits import DEFAULT_HOLDOUT, Piece, Shares, Split
 from .tokenizer import Bytes, Tokenizer
-
-Split = Literal["train", "eval", "test"]
 
 
 class Dataset(Protocol):
@@ -78,7 +78,11 @@ class Text:
             standard library (a folder of that name is "./stdlib").
         length: tokens of an example.
         pattern: which files of the folder; None takes all that are not hidden.
-        holdout: share of the documents, chosen by a hash of the name, for evaluation.
+        holdout: share of the documents, chosen by a hash of the name, for evaluation;
+            of a single document, its end. None for 0.05, or 0 with an eval_path.
+        eval_path: the documents of the evaluation, as `path`; none of them is trained
+            on, even if `path` holds them too.
+        test_holdout, test_path: the same for a third split, the test.
         separate_documents: add `segments` and `positions`, so that the model keeps
             documents packed into one example apart.
     """
@@ -86,7 +90,10 @@ class Text:
     path: str
     length: int
     pattern: str | None = None
-    holdout: float = 0.05
+    holdout: float | None = None
+    eval_path: str | None = None
+    test_holdout: float = 0.0
+    test_path: str | None = None
     separate_documents: bool = False
 
     def __post_init__(self):
@@ -94,26 +101,40 @@ class Text:
 
     def open(self, split: Split) -> PackedDataset:
         _check_split(self, split)
-        what = f"Text(path='{self.path}')"
-        found = documents.find(self.path, self.pattern, what=what)
-        keys = [documents.split_key(document.name) for document in found]
-        chosen = [found[i] for i in _of_split(keys, split, self.holdout, what)]
+        named = {name: self._named(name) for name in ("eval", "test")}
+        what, found = f"Text(path='{self.path}')", named.get(split)
+        if found:
+            pieces = [Piece(i, 0, each.num_bytes) for i, each in enumerate(found)]
+        else:
+            apart = {_real(each) for each in named["eval"] + named["test"]}
+            found = documents.find(self.path, self.pattern, what=what)
+            found = [each for each in found if _real(each) not in apart]
+            sizes = np.array([each.num_bytes for each in found], np.int64)
+            keys = [documents.split_key(each.name) for each in found]
+            pieces = _shares(self).choose(keys, sizes, split, what)
+        chosen = [found[piece.document] for piece in pieces]
         return PackedDataset(
-            np.array([document.num_bytes for document in chosen], np.int64),
-            _FileReader([document.path for document in chosen]),
+            np.array([len(piece) for piece in pieces], np.int64),
+            _FileReader([each.path for each in chosen], [p.start for p in pieces]),
             end=Bytes.end,
             length=self.length,
-            num_bytes=sum(document.num_bytes for document in chosen),
+            num_bytes=sum(map(len, pieces)),
             separate_documents=self.separate_documents,
             what=f"{what}, split '{split}'",
             about={
                 "source": "Text",
-                "path": self.path,
+                "path": getattr(self, f"{split}_path", None) or self.path,
                 "split": split,
                 "vocab_size": Bytes.vocab_size,
             },
-            files={document.name: document.path for document in chosen},
+            files={each.name: each.path for each in chosen},
         )
+
+    def _named(self, split: Split) -> list[documents.Document]:
+        """The documents that a path of its own names for a split; [] without one."""
+        name = f"{split}_path"
+        path = getattr(self, name)
+        return documents.find(path, what=f"Text({name}='{path}')") if path else []
 
     def tokenizer(self) -> Tokenizer:
         return Bytes()
@@ -123,12 +144,16 @@ class Text:
 class ArrayRecords:
     """A corpus that `meshloom data build` wrote into the folder `path`.
 
-    The other attributes are those of `Text`; equal names give equal splits.
+    The other attributes are those of `Text`; equal names give equal splits. The paths
+    of other splits are built corpora of the same tokenizer.
     """
 
     path: str
     length: int
-    holdout: float = 0.05
+    holdout: float | None = None
+    eval_path: str | None = None
+    test_holdout: float = 0.0
+    test_path: str | None = None
     separate_documents: bool = False
 
     def __post_init__(self):
@@ -137,25 +162,46 @@ class ArrayRecords:
     def open(self, split: Split) -> PackedDataset:
         _check_split(self, split)
         what = f"ArrayRecords(path='{self.path}')"
-        built = shards.Corpus(self.path, what=what)
-        keys = built.index["key"].tolist()
-        chosen = np.array(_of_split(keys, split, self.holdout, what), np.int64)
+        named = getattr(self, f"{split}_path", None)
+        if named:
+            what = f"ArrayRecords({split}_path='{named}')"
+        built = shards.Corpus(named or self.path, what=what)
+        tokens = built.index["tokens"]
+        if named:
+            self._check_tokenizer(built.manifest, what)
+            pieces = [Piece(i, 0, int(n)) for i, n in enumerate(tokens)]
+        else:
+            keys = built.index["key"].tolist()
+            pieces = _shares(self).choose(keys, tokens, split, what)
+        sizes = built.index["bytes"]
+        shares = [sizes[p.document] * len(p) / tokens[p.document] for p in pieces]
         return PackedDataset(
-            built.index["tokens"][chosen],
-            lambda i, start, stop: built.read(int(chosen[i]), start, stop),
+            np.array([len(piece) for piece in pieces], np.int64),
+            lambda i, start, stop: built.read(
+                pieces[i].document, pieces[i].start + start, pieces[i].start + stop
+            ),
             end=built.manifest["end"],
             length=self.length,
-            num_bytes=int(built.index["bytes"][chosen].sum()),
+            num_bytes=round(sum(shares)),
             separate_documents=self.separate_documents,
             what=f"{what}, split '{split}'",
             about={
                 "source": "ArrayRecords",
-                "path": self.path,
+                "path": named or self.path,
                 "split": split,
                 "vocab_size": built.manifest["vocab_size"],
                 "digest": built.manifest["digest"],
             },
         )
+
+    def _check_tokenizer(self, manifest: dict[str, Any], what: str) -> None:
+        ours = shards.load_manifest(self.path, what=f"ArrayRecords(path='{self.path}')")
+        if manifest["tokenizer"] != ours["tokenizer"]:
+            raise ValueError(
+                f"{what}: it was built with another tokenizer than '{self.path}' "
+                f"({manifest['tokenizer']}, not {ours['tokenizer']}). Build both with "
+                "the same --tokenizer."
+            )
 
     def tokenizer(self) -> Tokenizer:
         return shards.load_tokenizer(
@@ -168,7 +214,8 @@ class Synthetic:
     """Walks on a random graph where each token has `branches` equally likely followers.
 
     No model can do better than a loss of ln(branches), and a good one comes close.
-    Both splits walk on the same graph and share no example.
+    All splits walk on the same graph and share no example. The test split is as large
+    as the one for evaluation.
     """
 
     vocab_size: int
@@ -214,8 +261,12 @@ class SyntheticDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"example {i} of a dataset of {len(self)} examples")
         source = self._source
-        # Even numbers are keys of the train split, odd ones of the eval split.
-        key = order.keys(source.seed, 1 + 2 * i + (self._split == "eval"))
+        # Odd numbers are keys of the train split, even ones of the eval split, and
+        # those that no eval split reaches, of the test split.
+        number = 1 + 2 * i + (self._split != "train")
+        if self._split == "test":
+            number += 2**62
+        key = order.keys(source.seed, number)
         draws = order.mix(key + np.arange(source.length + 1).astype(np.uint64))
         token = int(draws[0] % np.uint64(source.vocab_size))
         tokens = [token]
@@ -247,14 +298,18 @@ class SyntheticDataset:
 
 
 class _FileReader:
-    """Reads pieces of files; a file that changed since the listing is an error."""
+    """Reads pieces of files; a file that changed since the listing is an error.
 
-    def __init__(self, paths: list[str]):
-        self._paths = paths
+    Args:
+        starts: where in each file its tokens begin.
+    """
+
+    def __init__(self, paths: list[str], starts: list[int]):
+        self._paths, self._starts = paths, starts
 
     def __call__(self, i: int, start: int, stop: int) -> np.ndarray:
         with open(self._paths[i], "rb", buffering=0) as file:
-            file.seek(start)
+            file.seek(self._starts[i] + start)
             data = file.read(stop - start)
         if len(data) != stop - start:
             raise ValueError(
@@ -265,19 +320,15 @@ class _FileReader:
         return np.frombuffer(data, np.uint8)
 
 
-def _of_split(keys: list[int], split: Split, holdout: float, what: str) -> list[int]:
-    """Returns the numbers of the documents that belong to the split."""
-    wanted = split == "eval"
-    chosen = [
-        i for i, k in enumerate(keys) if documents.is_held_out(k, holdout) == wanted
-    ]
-    if not chosen:
-        change = "Raise" if wanted else "Lower"
-        raise ValueError(
-            f"{what}: split '{split}' is empty: holdout={holdout} of {len(keys)} "
-            f"documents leaves none for it. {change} holdout, or add documents."
-        )
-    return chosen
+def _real(document: documents.Document) -> str:
+    return os.path.realpath(document.path)
+
+
+def _shares(source: Text | ArrayRecords) -> Shares:
+    """Of the documents of `path`; a split with a path of its own takes none of them."""
+    default = 0.0 if source.eval_path else DEFAULT_HOLDOUT
+    held_out = default if source.holdout is None else source.holdout
+    return Shares(held_out, source.test_holdout)
 
 
 def _check_text(source: Text | ArrayRecords) -> None:
@@ -285,10 +336,23 @@ def _check_text(source: Text | ArrayRecords) -> None:
     if not source.path:
         raise ValueError(f"{name}: path is empty; name a folder.")
     _check_positive(source, "length")
-    if not 0 <= source.holdout < 1:
+    shares = {"holdout": source.holdout or 0.0, "test_holdout": source.test_holdout}
+    paths = {"holdout": "eval_path", "test_holdout": "test_path"}
+    for setting, share in shares.items():
+        if not 0 <= share < 1:
+            raise ValueError(
+                f"{name}: {setting} is {share}; expected a share of the documents, at "
+                "least 0 and below 1."
+            )
+        if share and getattr(source, paths[setting]) is not None:
+            raise ValueError(
+                f"{name}: {setting}={share} has no effect with {paths[setting]}, which "
+                "names the documents. Leave one of them out."
+            )
+    if sum(shares.values()) >= 1:
         raise ValueError(
-            f"{name}: holdout is {source.holdout}; expected a share of the documents, "
-            "at least 0 and below 1."
+            f"{name}: holdout={source.holdout} and test_holdout={source.test_holdout} "
+            "leave nothing to train on; expected less than 1 in all."
         )
 
 
@@ -301,7 +365,8 @@ def _check_positive(source: Any, name: str) -> None:
 
 
 def _check_split(source: Any, split: str) -> None:
-    if split not in ("train", "eval"):
+    if split not in get_args(Split):
         raise ValueError(
-            f"{type(source).__name__}: no split '{split}'; expected 'train' or 'eval'."
+            f"{type(source).__name__}: no split '{split}'; expected 'train', 'eval' or "
+            "'test'."
         )
