@@ -93,7 +93,7 @@ def config(path: str, **settings) -> Config:
         "schedule": Constant(value=0.05),
         "batch_size": 16,
         "num_steps": 8,
-        "mesh": MeshSpec(data=2, fsdp=2),
+        "mesh": MeshSpec(data=-1, fsdp=2),
         "log_every": 4,
         "eval_every": 4,
         "eval_batches": 2,

@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 
 from ..launch.masking import masked_text
-from . import digest, distributed, loop, metrics, weights
+from . import digest, distributed, history, loop, metrics, weights
 from .bad_steps import BadSteps, Rewind, give_up
 from .checkpoint import Checkpoints, committed_steps
 from .config import tree as config_tree
@@ -57,10 +57,19 @@ class Session:
             digest.prepare(tree, compile)
         found = restore_newest(self.checkpoints, self.setup, self.ledger, self.console)
         if found is None:
+            self._begin_anew()
             found = Position(0, self._new_state())
         self.pulse.beat()
         self.phases.reached("restored")
         return found
+
+    def _begin_anew(self) -> None:
+        if not self.folder.is_writer:
+            return
+        path, say = self.folder.path, self.console.print
+        if aside := history.begin_anew(path, self.ledger, say):
+            self.ledger.event("anew", history=aside)
+            self._note_start()
 
     def _new_state(self) -> State:
         """The state of step 0: new, or with the weights of another run."""

@@ -28,6 +28,7 @@ class Run:
     name: str
     train: list[dict[str, Any]]
     evals: list[dict[str, Any]]
+    tests: list[dict[str, Any]]
     config: dict[str, Any] | None
     gin: str | None
     environment: dict[str, Any] | None
@@ -85,11 +86,13 @@ def read_run(folder: Path) -> Run:
             f"run folder {folder}: it has no {path.name}, so no step was recorded; "
             f"train first: meshloom train --workdir {folder}"
         )
-    eval_path = folder / metrics.FILES["eval"]
+    others = {kind: folder / metrics.FILES[kind] for kind in ("eval", "test")}
+    scores = {k: _rows(file) if file.is_file() else [] for k, file in others.items()}
     return Run(
         name=folder.resolve().name,
         train=_rows(path),
-        evals=_rows(eval_path) if eval_path.is_file() else [],
+        evals=scores["eval"],
+        tests=scores["test"],
         config=_read_json(folder / "config.json"),
         gin=_read_text(folder / "config.gin"),
         environment=_read_json(folder / "environment.json"),

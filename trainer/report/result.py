@@ -1,6 +1,7 @@
 """The head of a report: the state of the run and its result in a few figures."""
 
 from html import escape
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from .data import RATE, Run, columns, training_seconds
 Figure = tuple[str, str, str]  # name, value, note
 _NUM_LAST = 50
 _MAX_HELD_OUT = 3
-_TITLES = {"bits_per_byte": "Bits per byte, held out"}
 
 
 def header(run: Run) -> str:
@@ -23,7 +23,9 @@ def header(run: Run) -> str:
         state = f"<b>At step {step}</b>"
     else:
         state = f"<b>At step {step}</b> of {total}"
-    figures = [*_training(run), *_held_out(run), *_speed(run)]
+    held_out = _scores(run.evals, "Held-out loss", "held out")
+    tested = _scores(run.tests, "Test loss", "test")
+    figures = [*_training(run), *held_out, *tested, *_speed(run)]
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{value}<small>{note}</small></dd></div>"
         for name, value, note in figures
@@ -62,21 +64,19 @@ def _training(run: Run) -> list[Figure]:
     return [("Training loss", mean, note)]
 
 
-def _held_out(run: Run) -> list[Figure]:
+def _scores(rows: list[dict[str, Any]], loss: str, split: str) -> list[Figure]:
     """Returns the figures of the evaluation with the lowest loss."""
-    scored = [row for row in run.evals if np.isfinite(row.get("loss", np.nan))]
+    scored = [row for row in rows if np.isfinite(row.get("loss", np.nan))]
     if not scored:
         return []
     best = min(scored, key=lambda row: row["loss"])
     note = f"at step {best['step']}"
     if len(scored) > 1:
         note = f"lowest of {len(scored)}, {note}"
-    figures = [("Held-out loss", short_number(best["loss"]), note)]
+    figures = [(loss, short_number(best["loss"]), note)]
     for name in columns([best]):
         if name != "loss":
-            title = _TITLES.get(
-                name, f"{name.replace('_', ' ').capitalize()}, held out"
-            )
+            title = f"{name.replace('_', ' ').capitalize()}, {split}"
             figures.append((title, short_number(best[name]), f"at step {best['step']}"))
     return figures[:_MAX_HELD_OUT]
 

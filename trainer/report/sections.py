@@ -29,12 +29,14 @@ def curves(run: Run) -> str:
     for name in ("step_s", "bubble"):
         train.pop(name, None)
     found: list[tuple[str, tuple[Curve, ...]]] = []
-    loss = _with_mean("training", *train.pop("loss")) if "loss" in train else ()
-    if "loss" in evals:
-        loss += (_evaluation("held out", *evals.pop("loss")),)
-    if loss:
-        found.append(("loss", loss))
-    found += [(n, (_evaluation(_words(n), *evals[n]),)) for n in evals]
+    both = [name for name in train if name in evals]
+    for name in dict.fromkeys(["loss", *both, *evals]):
+        lines = _with_mean("training", *train.pop(name)) if name in train else ()
+        if name in evals:
+            label = "held out" if name in ("loss", *both) else _words(name)
+            lines += (_evaluation(label, *evals[name]),)
+        if lines:
+            found.append((name, lines))
     for name, (steps, values) in train.items():
         if name == "learning_rate":
             line = Curve(label=_words(name), style="mean", steps=steps, values=values)
