@@ -127,11 +127,6 @@ FLAGS = {
         "sequences have length 64, but the model's max_length is 32. Raise max_length "
         "or shorten the data's length.",
     ),
-    "hold-out smaller than a batch": (
-        sets_of("data.num_eval_examples=15"),
-        "the held-out split has 15 examples, fewer than one batch of 16. Hold out "
-        "more, make batches smaller, or set eval_batches=0",
-    ),
     "mesh axis unknown": (
         ["--mesh", "dta=8"],
         "mesh 'dta=8': 'dta' is no mesh axis. Axes: replica, pipe, data, fsdp,",

@@ -61,7 +61,11 @@ def test_checkpoints_that_were_deleted(config, tmp_path):
     assert steps(folder / "metrics.jsonl") == list(range(1, 9))
     for each in (folder, aside):
         assert ledger_audit.audit(each).faults == []
-    assert ledger_audit.audit(folder).events["anew"] == 1
+    (event,) = (
+        row for row in metrics.read(folder / "ledger.jsonl") if row["event"] == "anew"
+    )
+    assert event["history"] == "earlier-1"
+    assert event["reason"] == "its checkpoints were removed"
     assert ledger_audit.audit(folder).repeated == 0
 
     shutil.rmtree(folder / "checkpoints")

@@ -122,6 +122,7 @@ def test_the_run_folder_holds_everything(straight):
         ".lock",
         "config.gin",
         "config.json",
+        "data.json",
         "environment.json",
         "sharding.json",
         "forecast.json",

@@ -112,7 +112,8 @@ def _state(reference: Path, resumed: Path, save_at: int) -> Level:
     last = max(i for i, row in enumerate(events) if row["event"] == "start")
     restores = [row for row in events[last:] if row["event"] == "restore"]
     if not restores:
-        aside = [row["reason"] for row in events[last:] if row["event"] == "set_aside"]
+        kinds = ("set_aside", "anew")
+        aside = [row["reason"] for row in events[last:] if row["event"] in kinds]
         why = aside[0] if aside else "the run began anew"
         return Level(False, f"nothing was restored: {why}", {"saved": saved})
     found = restores[0]

@@ -21,6 +21,7 @@ from etils import epath
 
 from . import distributed, file_digests, manifest, metrics
 from .checkpoint import latest_step
+from .failures import CorruptCheckpoint
 from .file_digests import Stamp
 from .sources import Dataset
 
@@ -96,7 +97,10 @@ def establish(
     """
     number = _process_index()
     host = socket.gethostname()
-    seen = _digest_of(json.dumps(_listing(datasets)))
+    try:
+        seen = _digest_of(json.dumps(_listing(datasets)))
+    except OSError:  # it is met again, and said, where all processes end alike
+        seen = f"only by process {number}"
     answer = distributed.consult("data", {"host": host, "files": seen}, _readers)
     readers = answer["readers"]  # for each process, the one that reads for it
     splits: dict[str, Split] = {}
@@ -104,9 +108,10 @@ def establish(
     with distributed.all_or_none("data", READ_SECONDS):
         if is_reader:
             splits = _splits(datasets, _kept(folder), say)
+        before = _before(folder, checkpoints) if number == 0 else {}
 
     def judge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-        changes = _changes(_before(folder, checkpoints), splits)
+        changes = _changes(before, splits)
         refused = changes and not insist
         words = _refusal(folder, changes) if refused else ""
         each = {str(reader): reports[reader] for reader in set(readers)}
@@ -227,7 +232,7 @@ def _before(folder: Path, checkpoints: epath.Path) -> dict[str, Any]:
     if (step := latest_step(checkpoints)) is not None:
         try:
             return manifest.read(checkpoints, step)["data"].get("splits", {})
-        except manifest.CorruptCheckpoint:
+        except CorruptCheckpoint:
             return {}  # the restore says so, and takes another
     return {}
 

@@ -1,5 +1,6 @@
 """The history of a run that begins anew is kept, and never written over in silence."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,21 @@ from .ledger import Ledger
 NAMES = (*metrics.FILES.values(), ledger_lib.FILE, "tensorboard")
 
 
-def begin_anew(folder: Path, ledger: Ledger, say: Callable[[str], None]) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Anew:
+    """Where the history is, by its name in the run folder, and why it ended."""
+
+    history: str
+    reason: str
+
+
+def begin_anew(folder: Path, ledger: Ledger, say: Callable[[str], None]) -> Anew | None:
     """Says what becomes of steps that were done and that no checkpoint is left of.
 
     Where there were checkpoints, figures and ledger are moved into a folder of their
     own. A run that died before its first one only does its steps again.
 
-    Returns the folder's name, None where nothing was moved.
+    Returns None where nothing was moved.
     """
     rows = ledger.read()
     done = max((row["step"] for row in rows if row["event"] == "step"), default=0)
@@ -36,7 +45,9 @@ def begin_anew(folder: Path, ledger: Ledger, say: Callable[[str], None]) -> str 
         f"from: it starts anew at step 0. Its history until now ({', '.join(moved)}) "
         f"is in {aside}."
     )
-    return aside.name
+    last = max(i for i, row in enumerate(rows) if row["event"] == "start")
+    torn = [row["reason"] for row in rows[last:] if row["event"] == "set_aside"]
+    return Anew(aside.name, "; ".join(torn) or "its checkpoints were removed")
 
 
 def _free_name(folder: Path) -> Path:

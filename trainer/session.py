@@ -67,9 +67,9 @@ class Session:
         if not self.folder.is_writer:
             return
         path, say = self.folder.path, self.console.print
-        if aside := history.begin_anew(path, self.ledger, say):
-            self.ledger.event("anew", history=aside)
+        if anew := history.begin_anew(path, self.ledger, say):
             self._note_start()
+            self.ledger.event("anew", **dataclasses.asdict(anew))
 
     def _new_state(self) -> State:
         """The state of step 0: new, or with the weights of another run."""
