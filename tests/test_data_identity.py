@@ -258,5 +258,5 @@ def test_one_process_of_a_host_reads_and_all_refuse(tmp_path):
     assert first.stdout.count("reads ") > 10 and "reads " not in second.stdout
     (tmp_path / "text" / "zz.py").write_text("pass\n" * 2000)
     for process in jobs.run_job(2, 2, argv, 240, env=env):
-        assert process.status == 2, process
+        assert process.status == 2, process.stdout + process.stderr
         assert "added: zz.py" in process.stderr

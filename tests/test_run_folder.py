@@ -39,7 +39,7 @@ def test_unwritable_folder(tmp_path, capfd):
 # The mounts are seen by this shell alone, and end with it.
 DISKS = """
 disk=$1; shift
-mount -t tmpfs -o size=100k none "$disk" || exit 3
+mount -t tmpfs -o size=104k none "$disk" || exit 3
 "$@"; echo "full: $?" >&2
 mount -o remount,ro "$disk" || exit 3
 "$@"; echo "read-only: $?" >&2

@@ -157,6 +157,7 @@ def test_leaves_a_whole_run_folder(finished):
     assert train_rows[-1]["accuracy"] > 0.9
     eval_rows = rows(workdir / "eval.jsonl")
     assert [row["step"] for row in eval_rows] == [75, 150]
+    assert eval_rows[-1]["accuracy"] > 0.9
     assert eval_rows[-1]["likelihood"] == pytest.approx(np.exp(-eval_rows[-1]["loss"]))
     assert latest_step(workdir / "checkpoints") == 150
     assert any("images_per_s" in row for row in train_rows)
