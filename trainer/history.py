@@ -45,7 +45,7 @@ def begin_anew(folder: Path, ledger: Ledger, say: Callable[[str], None]) -> Anew
         f"from: it starts anew at step 0. Its history until now ({', '.join(moved)}) "
         f"is in {aside}."
     )
-    last = max(i for i, row in enumerate(rows) if row["event"] == "start")
+    last = max(i for i, row in enumerate(rows) if row["event"] in ("step", "restore"))
     torn = [row["reason"] for row in rows[last:] if row["event"] == "set_aside"]
     return Anew(aside.name, "; ".join(torn) or "its checkpoints were removed")
 

@@ -57,8 +57,8 @@ class Session:
             digest.prepare(tree, compile)
         found = restore_newest(self.checkpoints, self.setup, self.ledger, self.console)
         if found is None:
-            self._begin_anew()
             found = Position(0, self._new_state())
+            self._begin_anew()
         self.pulse.beat()
         self.phases.reached("restored")
         return found
@@ -68,7 +68,6 @@ class Session:
             return
         path, say = self.folder.path, self.console.print
         if anew := history.begin_anew(path, self.ledger, say):
-            self._note_start()
             self.ledger.event("anew", **dataclasses.asdict(anew))
 
     def _new_state(self) -> State:
