@@ -123,9 +123,9 @@ class Unweighted(npz_rows.Linear):
     def batch_axes(self):
         return {k: v for k, v in super().batch_axes().items() if k != "weights"}
 
-    def loss(self, params, batch, shard, *others, **named):
+    def loss(self, params, batch, shard):
         whole = batch | {"weights": np.ones(len(batch["label"]), np.float32)}
-        return super().loss(params, whole, shard, *others, **named)
+        return super().loss(params, whole, shard)
 
 
 def test_a_model_without_weights_takes_whole_batches(tmp_path):

@@ -77,18 +77,22 @@ def test_the_same_losses_and_the_same_start(name, run_of):
         np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
 
 
+def _num_examples(config_file: Path) -> int:
+    folder = str(config_file.parent / "text")
+    return len(data.Text(path=folder, length=LENGTH, holdout=0.3).open("train"))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_process_reads_its_rows_and_no_others(name, run_of, config_file):
     run = run_of(name)
-    text = data.Text(
-        path=str(config_file.parent / "text"), length=LENGTH, holdout=0.3
-    ).open("train")
-    order = data.Order(len(text), 0)
+    order = data.Order(_num_examples(config_file), 0)
     for process, rows in enumerate(run.layout.rows):
         places = [step * BATCH + row for step in range(NUM_STEPS) for row in rows]
         expected = Counter(order.index(np.array(places))[1].tolist())
-        expected[0] += 1  # looked at for the shapes, before training
-        assert run.read("train", process) == expected
+        found = run.read("train", process)
+        # The first is also looked at for its shapes, before training.
+        assert found.pop(0) >= expected.pop(0, 0)
+        assert found == expected
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -144,8 +148,9 @@ def test_evaluation_and_sampling_take_all_processes(run_of):
         np.testing.assert_allclose(row["loss"], other["loss"], rtol=1e-5)
     # Two evaluations of two batches, half of the rows in each process; the first
     # example is looked at for its shapes by both.
-    read = [run.read("eval", process) - Counter([0]) for process in (0, 1)]
-    assert [sum(rows.values()) for rows in read] == [32, 32]
+    read = [run.read("eval", process) for process in (0, 1)]
+    assert [rows.pop(0) >= 1 for rows in read] == [True, True]
+    assert [sum(rows.values()) for rows in read] == [30, 32]
     assert not set(read[0]) & set(read[1])
     text = (run.workdir / "sample.txt").read_text()
     assert text.startswith("def ") and text == (one.workdir / "sample.txt").read_text()
@@ -170,7 +175,12 @@ def test_the_same_processes_resume_bit_for_bit(run_of, config_file, tmp_path):
     for path in expected:
         np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
     # Steps 11 to 20 and no others were computed again.
-    assert sum(resumed.read("train", 0).values()) == 10 * 8 + 1
+    read = resumed.read("train", 0)
+    order = data.Order(_num_examples(config_file), 0)
+    again = order.index(np.arange(10 * BATCH, 20 * BATCH).reshape(10, BATCH)[:, :8])[1]
+    expected = Counter(again.ravel().tolist())
+    assert read.pop(0) >= expected.pop(0, 0)
+    assert read == expected
 
 
 def test_one_process_resumes_what_two_have_written(run_of, config_file, tmp_path):
