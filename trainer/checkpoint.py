@@ -6,6 +6,7 @@ with a digest of every array, and a restore proves that it read what was saved.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -159,7 +160,9 @@ class Checkpoints:
                 raise FileNotFoundError("it is not there after it was written")
         except Exception as error:  # of tensorstore and orbax, of many types
             failed = self._failed(step, error)
-            self._event("commit_failed", step=step, reason=str(failed))
+            # A full disk may take no event either; the failure itself is raised.
+            with contextlib.suppress(OSError):
+                self._event("commit_failed", step=step, reason=str(failed))
             raise failed from error
         self._event("commit", step=step)
 

@@ -77,6 +77,7 @@ class RunFolder:
             return
         lock = self._take_lock()
         try:
+            self._check_files()
             yield
         except (OSError, ValueError) as error:
             if isinstance(error, SaveFailed) or not _is_full_disk(error):
@@ -110,6 +111,18 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
         return lock
+
+    def _check_files(self) -> None:
+        """Refuses files that the run could not append to, before anything slow."""
+        for path in sorted(self.path.glob("*.jsonl")):
+            try:
+                with open(path, "ab"):
+                    pass
+            except OSError as error:
+                raise ValueError(
+                    f"{path} cannot be written: {error.strerror}. Make it a file that "
+                    "you may write to, remove it, or choose another --workdir."
+                ) from error
 
     def write_config(self, document: Mapping[str, Any], text: str) -> None:
         self.write_json(CONFIG_JSON, document)

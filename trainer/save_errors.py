@@ -3,7 +3,10 @@
 import errno
 import logging
 import os
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import failures
 
@@ -63,9 +66,31 @@ def quiet_logs() -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_said_only_here)
+    if not isinstance(sys.excepthook, _WithoutClosedLoops):
+        sys.excepthook = _WithoutClosedLoops(sys.excepthook)
+
+
+class _WithoutClosedLoops:
+    """Leaves out writes that tensorstore's threads report to a loop that is closed.
+
+    Orbax leaves its event loop at the first write that fails, and every other write
+    then prints a traceback from a thread of tensorstore (seen with orbax 0.12.8).
+    """
+
+    def __init__(self, hook: Callable[..., Any]):
+        self._hook = hook
+
+    def __call__(self, kind: Any, error: BaseException, trace: Any) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main or str(error) != "Event loop is closed":
+            self._hook(kind, error, trace)
 
 
 def _is_said_only_here(record: logging.LogRecord) -> bool:
     raised = record.exc_info and record.exc_info[1]
-    said = ("raised an exception", "Reached preemption sync point")
+    said = (
+        "raised an exception",
+        "Reached preemption sync point",
+        "Metadata file does not exist",
+    )
     return not raised and not any(words in record.getMessage() for words in said)
