@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,24 +65,23 @@ def quiet_logs() -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_said_only_here)
-    if not isinstance(sys.excepthook, _WithoutClosedLoops):
-        sys.excepthook = _WithoutClosedLoops(sys.excepthook)
+    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
 
 
 class _WithoutClosedLoops:
-    """Leaves out writes that tensorstore's threads report to a loop that is closed.
+    """Leaves out writes that tensorstore reports to an event loop that is closed.
 
-    Orbax leaves its event loop at the first write that fails, and every other write
-    then prints a traceback from a thread of tensorstore (seen with orbax 0.12.8).
+    Orbax leaves its loop at the first write that fails, and tensorstore then prints a
+    traceback for every other write (seen with orbax 0.12.8 and tensorstore 0.1.86).
     """
 
-    def __init__(self, hook: Callable[..., Any]):
+    def __init__(self, hook: Callable[[Any], Any]):
         self._hook = hook
 
-    def __call__(self, kind: Any, error: BaseException, trace: Any) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main or str(error) != "Event loop is closed":
-            self._hook(kind, error, trace)
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._hook(unraisable)
 
 
 def _is_said_only_here(record: logging.LogRecord) -> bool:
@@ -92,5 +90,6 @@ def _is_said_only_here(record: logging.LogRecord) -> bool:
         "raised an exception",
         "Reached preemption sync point",
         "Metadata file does not exist",
+        "Task was destroyed but it is pending",
     )
     return not raised and not any(words in record.getMessage() for words in said)
