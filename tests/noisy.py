@@ -159,3 +159,28 @@ CONFIG = Config(
     eval_batches=2,
     save_every=4,
 )
+
+# The same as a file.
+CONFIG_TEXT = """
+from __gin__ import dynamic_registration
+
+import noisy
+from meshloom.trainer import optimizers
+from meshloom.trainer import schedules
+from meshloom.trainer import train
+
+train.Config:
+  model = @noisy.Noisy()
+  data = @noisy.Rows()
+  optimizer = @optimizers.AdamW()
+  schedule = @schedules.WarmupCosine()
+  batch_size = 24
+  num_steps = 8
+  plan = "data+fsdp+tensor"
+  rules = {"classes": "tensor"}
+  eval_every = 4
+  eval_batches = 2
+  save_every = 4
+
+schedules.WarmupCosine.peak = 0.02
+"""

@@ -12,13 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import short_runs
-from noisy import BATCH, CONFIG, MOMENTUM, NUM_EXAMPLES, Noisy, Rows
+from noisy import (
+    BATCH,
+    CONFIG,
+    CONFIG_TEXT,
+    MOMENTUM,
+    NUM_EXAMPLES,
+    Noisy,
+    Rows,
+)
 from rich.console import Console
 
 from meshloom.models.dropout import dropout
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import contract
 from meshloom.trainer.checkpoint import Checkpoints
+from meshloom.trainer.cli import main
 from meshloom.trainer.commands import actions
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.data import Batches, Order, device_batches
@@ -291,6 +300,16 @@ def test_microbatches_of_a_batch_norm_are_never_changed_in_silence(
     loaded = config_files.Loaded(CONFIG, {}, "", ())
     assert actions._with_fewer_processes(loaded, 2) is loaded
     assert choosing._counts(CONFIG, 24) == [1]
+
+
+def test_explain_shows_variables(tmp_path, capsys):
+    file = tmp_path / "noisy.gin"
+    file.write_text(CONFIG_TEXT)
+    assert main(["explain", "--config", str(file), "--mesh", ODD]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[lines.index("variables, not trained:") + 1 :]
+    (found,) = (row for row in rows if row.startswith("hidden/mean"))
+    assert found.split()[1:5] == ["24", "mlp", "(tensor)", "48"]
 
 
 def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path, one_device):

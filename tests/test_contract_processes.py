@@ -6,44 +6,28 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
+from noisy import CONFIG_TEXT
 
 from meshloom.trainer import manifest, metrics
 
 pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parent
-CONFIG = """
-from __gin__ import dynamic_registration
-
-import noisy
-from meshloom.trainer import optimizers
-from meshloom.trainer import schedules
-from meshloom.trainer import train
-
-train.Config:
-  model = @noisy.Noisy()
-  data = @noisy.Rows()
-  optimizer = @optimizers.AdamW()
-  schedule = @schedules.WarmupCosine()
-  batch_size = 24
-  num_steps = 8
-  plan = "data+fsdp+tensor"
-  rules = {"classes": "tensor"}
-  num_microbatches = 2
-  eval_every = 4
-  eval_batches = 2
-  save_every = 4
-
-schedules.WarmupCosine.peak = 0.02
-"""
 
 
 def train(folder: Path, processes: int, devices: int, mesh: str) -> Path:
-    (folder / "noisy.gin").write_text(CONFIG)
+    (folder / "noisy.gin").write_text(CONFIG_TEXT)
     workdir = folder / f"run-{processes}"
     argv = [sys.executable, "-m", "meshloom.trainer.cli", "train"]
     argv += ["--config", str(folder / "noisy.gin"), "--workdir", str(workdir)]
-    argv += ["--cpu-devices", str(devices), "--mesh", mesh]
+    argv += [
+        "--set",
+        "num_microbatches=2",
+        "--cpu-devices",
+        str(devices),
+        "--mesh",
+        mesh,
+    ]
     env = {"PYTHONPATH": str(TESTS)}
     if processes == 1:
         ended = jobs.run_processes([env], devices, argv, 240)

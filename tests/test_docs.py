@@ -134,6 +134,21 @@ assert model.model_flops(batch) > 0
     assert mean.addressable_shards[0].data.shape == (4,) and abs(mean).max() > 0
 
 
+def test_python_of_the_data_page_runs(capsys):
+    namespace: dict = {}
+    exec("\n".join(blocks("docs/data.md", "python")), namespace)
+    assert capsys.readouterr().out.startswith("(4, 1) [")
+    jittered = namespace["Jittered"]()
+    batches = [
+        namespace["Batches"](
+            jittered, namespace["Order"](1000, seed=0), 4, None, training
+        )
+        for training in (True, False)
+    ]
+    assert (batches[0][10]["x"] != batches[1][10]["x"]).all()
+    assert (batches[0][10]["y"] == batches[1][10]["y"]).all()
+
+
 def test_python_of_the_pipeline_page_runs_with_jax_alone(tmp_path):
     (source,) = blocks("docs/pipeline.md", "python")
     found = subprocess.run(

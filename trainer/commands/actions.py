@@ -102,7 +102,9 @@ def explain(args: Namespace) -> None:
         f"optimizer state: {human_bytes(layout.opt_state.bytes)}, "
         f"{human_bytes(layout.opt_state.bytes_per_device)} a device"
     )
-    used = layout.params.used | layout.opt_state.used
+    if layout.variables.arrays:
+        print(f"variables, not trained:\n{layout.variables}")
+    used = layout.params.used | layout.opt_state.used | layout.variables.used
     for note in lint(rules, used, layout.params.mesh):
         if not note.startswith("never used"):  # activations are not listed here
             print(f"note: {note}")
