@@ -74,7 +74,8 @@ def test_a_drill_that_is_killed_leaves_nobody_behind(tmp_path):
     finally:
         process.kill()
         process.wait()
-    pids = json.loads(file.read_text().splitlines()[0])["pids"]
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    pids = [pid for event in events for pid in event.get("pids", [event.get("pid")])]
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
