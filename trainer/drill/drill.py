@@ -30,7 +30,7 @@ class Result:
     Attributes:
       seconds: from the fault to the next step that was new.
       recomputed: steps that were done again.
-      mesh: of the job; "" for the config's.
+      mesh: of the job, with its number of processes.
       problem: why it is not recovered; "" if it is.
       skipped: why it could not be tried here; "" if it was.
     """
@@ -64,10 +64,7 @@ def run(
     plan: Plan, workdir: Path, names: Iterable[str], say: Callable[[str], None]
 ) -> list[Result]:
     """Runs the faults one after the other; keeps the folders of those that failed."""
-    say(
-        f"{plan.mesh or 'mesh of the config'}, without faults: {plan.num_steps} steps, "
-        f"{plan.processes} processes"
-    )
+    say(f"{plan.name}, without faults: {plan.num_steps} steps")
     whole = workdir / "reference"
     reference(plan, whole)
     results = []
@@ -83,13 +80,13 @@ def run(
 
 def _try(plan: Plan, name: str, folder: Path, whole: Path) -> Result:
     if name in NEEDS_MOUNTS and not can_mount():
-        return Result(name, plan.mesh, skipped="nothing can be mounted here")
+        return Result(name, plan.name, skipped="nothing can be mounted here")
     try:
         seconds = FAULTS[name](plan, folder)
     except Failed as error:
-        return Result(name, plan.mesh, problem=str(error))
+        return Result(name, plan.name, problem=str(error))
     found = compare(folder, whole, same_mesh=name not in ON_ANOTHER_MESH)
-    return dataclasses.replace(found, fault=name, mesh=plan.mesh, seconds=seconds)
+    return dataclasses.replace(found, fault=name, mesh=plan.name, seconds=seconds)
 
 
 def compare(folder: Path, whole: Path, *, same_mesh: bool) -> Result:

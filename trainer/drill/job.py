@@ -40,6 +40,11 @@ class Plan:
     limit_seconds: float = 300.0
 
     @property
+    def name(self) -> str:
+        """The mesh with the number of processes."""
+        return f"{self.mesh or 'mesh of the config'}@{self.processes}"
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the mesh follows the number of devices."""
         return not self.mesh or "-1" in self.mesh
