@@ -253,8 +253,8 @@ def _stream(case: Case) -> Part:
 def _late_head(case: Case) -> tuple[Part, ...]:
     """Logits and the head's input, where the head's gradient follows all blocks'.
 
-    The compiler puts it there if heads are cut and blocks are done again, and on v5e
-    with `sequence` too. Found in the live ranges of twelve programs.
+    The compiler puts it there if heads are cut and blocks are done again; with
+    `sequence` only on v5e, or if its ring is no loop. Found in live ranges of programs.
     """
     costs = case.costs
     if not _cuts_heads(case) or "out" not in costs.recomputed or _head_waits(case):
@@ -262,7 +262,9 @@ def _late_head(case: Case) -> tuple[Part, ...]:
     whole = _whole_stream(case)
     if case.bytes(whole) == case.bytes(costs.residual):
         return (part(case, "logits", "for the head's gradient", Values(costs.logits)),)
-    if case.target.device.name != CARRIES_GATHERS:
+    axes = _scattered(case)
+    unrolled = case.scatters_in_ring(axes) and not _is_loop(case, axes)
+    if case.target.device.name != CARRIES_GATHERS and not unrolled:
         return ()
     arrays = Values(costs.logits), Values(whole)
     return (part(case, "logits", "and the head's input, for its gradient", *arrays),)
@@ -300,19 +302,26 @@ def _logits(case: Case) -> Part:
     are plain ones and take stored operands, and so do a GPU's. Over several slices the
     head's gradient comes later, from the logits.
     """
+    is_loop = _is_loop(case, _scattered(case))
+    one_row = case.rows == case.ways(("batch",), (case.rows,))
+    if not _head_waits(case) and (is_loop or one_row or not case.target.device.torus):
+        return part(case, "logits", "and their gradient", Values(case.costs.logits, 2))
+    return part(case, "logits", "", Values(case.costs.logits))
+
+
+def _scattered(case: Case) -> tuple[str, ...]:
+    """The axes over which the gradient of the head is scattered."""
     head = case.costs.head.weight
     stored, whole = (
         next(a for a in tree.arrays if a.path == head)
         for tree in (case.gradients, case.compute)
     )
-    axes = more_cut(stored, whole)
-    is_loop = case.scatters_in_ring(axes) and (
-        math.prod(case.sizes[axis] for axis in axes) > UNROLLED
-    )
-    one_row = case.rows == case.ways(("batch",), (case.rows,))
-    if not _head_waits(case) and (is_loop or one_row or not case.target.device.torus):
-        return part(case, "logits", "and their gradient", Values(case.costs.logits, 2))
-    return part(case, "logits", "", Values(case.costs.logits))
+    return more_cut(stored, whole)
+
+
+def _is_loop(case: Case, axes: tuple[str, ...]) -> bool:
+    size = math.prod(case.sizes[axis] for axis in axes)
+    return case.scatters_in_ring(axes) and size > UNROLLED
 
 
 def _head_waits(case: Case) -> bool:
