@@ -53,7 +53,7 @@ def run(corpus, tmp_path_factory):
         *("--mesh", "fsdp=2", "--cpu-devices", "2"),
     )
     assert result.returncode == 0, result.stderr
-    assert "2 cpu device(s) in 1 process(es), mesh fsdp=2" in result.stdout
+    assert "2 cpu devices in 1 process, mesh fsdp=2" in result.stdout
     assert "source ArrayRecords" in result.stdout
     assert f"Report: {folder / 'report.html'}" in result.stdout
     return folder

@@ -119,7 +119,7 @@ def test_one_process_writes_and_prints(run_of):
     run = run_of("data-across")
     first, second = run.processes
     assert f"Run folder {run.workdir}\n" in first.stdout
-    assert "8 cpu device(s) in 2 process(es)" in first.stdout
+    assert "8 cpu devices in 2 processes" in first.stdout
     assert first.stdout.count("No forecast: how CPU processes share cores") == 1
     assert f"Report: {run.workdir / 'report.html'}\n" in first.stdout
     joining, _, rest = second.stdout.partition("\n")

@@ -182,7 +182,7 @@ def test_the_result_comes_first_and_the_forecast_last_and_folded(report):
 
 
 @pytest.mark.parametrize(
-    "dtype, words", [("float32", "1e-5"), ("bfloat16", "1e-3"), ("int8", None)]
+    "dtype, words", [("float32", "1e-6"), ("bfloat16", "5e-3"), ("int8", None)]
 )
 def test_the_report_says_what_its_type_means_for_other_meshes(tmp_path, dtype, words):
     metrics.JsonLines(tmp_path / "metrics.jsonl").write([{"step": 1, "loss": 2.0}])

@@ -86,10 +86,11 @@ class Setup:
         params = self.layout.params
         count = sum(x.size for x in jax.tree.leaves(self.layout.abstract.params))
         sizes = ", ".join(f"{k}={v}" for k, v in params.mesh.items() if v > 1)
+        where = f"mesh {sizes}, plan {self.chosen.config.plan}"
         lines = [
-            f"{self.mesh.size} {device.device_kind} device(s) in {jax.process_count()} "
-            f"process(es), mesh {sizes or 'of one device'}, plan "
-            f"{self.chosen.config.plan}",
+            f"{_count(self.mesh.size, f'{device.device_kind} device')} in "
+            f"{_count(jax.process_count(), 'process')}"
+            + (f", {where}" if self.mesh.size > 1 else ""),
             f"{count:,} parameters; with optimizer state "
             f"{human_bytes(self.layout.bytes_per_device)} a device",
             f"Data: {_words(self.train_data.describe())}",
@@ -108,7 +109,9 @@ class Setup:
                 "share of the devices' peak is not shown"
             )
         if device.platform == "cpu":
-            lines.insert(0, "No accelerator found or asked for: training on the CPU")
+            lines.insert(
+                0, "Training on the CPU: no accelerator was found or asked for"
+            )
         lines += [split.describe() for split in self.held_out.values()]
         if whole := sum(a.bytes for a in params.replicated()):
             lines.append(
@@ -364,10 +367,15 @@ def _check_alike(
             )
 
 
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 def _words(facts: Mapping[str, object]) -> str:
     forms = {int: ",", float: ".4g"}
     return ", ".join(
-        f"{name} {format(value, forms.get(type(value), ''))}"
+        f"{name.replace('_', ' ')} {format(value, forms.get(type(value), ''))}"
         for name, value in facts.items()
         if name != "digest"
     )

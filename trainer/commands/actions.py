@@ -5,7 +5,7 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from ...launch import progress_file
+from ...launch import place, progress_file
 from ...launch.statuses import DONE, PREEMPTED
 from ..config import files as config_files
 from ..config import tree as config_tree
@@ -14,6 +14,8 @@ DEFAULT_CONFIG = "default"
 
 
 def train(args: Namespace) -> int:
+    if place.find(os.environ) is None:  # processes of a job fail together, see below
+        _check_early(args)
     import jax
 
     from .. import distributed, preemption
@@ -79,10 +81,10 @@ def _with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files
 
 
 def explain(args: Namespace) -> None:
+    loaded = _load(args)
     from ...sharding import MeshSpec, diff, lint
     from ...sharding.text import human_bytes
 
-    loaded = _load(args)
     mesh = _without_devices(loaded.config.mesh)
     layout, rules = _plan(loaded.config, mesh)
     if args.json:
@@ -187,16 +189,28 @@ def _names(args: Namespace) -> list[str]:
 
 def _load(args: Namespace) -> config_files.Loaded:
     """The config of the flags --config, --set and --mesh."""
-    from ...sharding import MeshSpec
+    spec = _check_early(args)
     from ..train import Config
 
     loaded = config_files.load(_names(args), args.set, root=Config)
     for note in loaded.dropped:
         print(f"note: {note}")
-    if args.mesh is not None:
-        spec = MeshSpec.parse(args.mesh)
+    if spec is not None:
         loaded = config_files.override(loaded, "mesh", spec, "--mesh")
     return loaded
+
+
+def _check_early(args: Namespace):
+    """Checks the flags that need no heavy import; returns the mesh of --mesh, if any.
+
+    The rest needs the classes of the config, whose imports take a second.
+    """
+    config_files.check_syntax(_names(args), args.set)
+    if args.mesh is None:
+        return None
+    from ...sharding import MeshSpec
+
+    return MeshSpec.parse(args.mesh)
 
 
 def _without_devices(spec):

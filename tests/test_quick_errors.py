@@ -1,0 +1,54 @@
+"""Mistakes in flags and config files are found before anything heavy is imported."""
+
+import subprocess
+import sys
+
+import pytest
+from tiny_runs import TINY
+
+RUN = """
+import sys
+from meshloom.trainer.cli import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as end:
+    status = end.code
+heavy = [name for name in ("jax", "flax", "orbax", "grain") if name in sys.modules]
+print(status, *heavy)
+"""
+
+
+def run(*argv) -> tuple[str, str]:
+    """(status and the heavy packages that were imported, stderr) of a command."""
+    found = subprocess.run(
+        [sys.executable, "-c", RUN, *argv], capture_output=True, text=True, timeout=100
+    )
+    return found.stdout.strip(), found.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "explain"])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--stepz", "3"], "unrecognized arguments: --stepz"),
+        (["--config", "defalt"], "did you mean 'default'?"),
+        (["--set", "num_steps"], "expected NAME=VALUE"),
+        (["--set", "plan=data"], "a string needs quotes"),
+        (["--set", "service.api_key='x'"], "looks like a secret"),
+    ],
+)
+def test_found_without_jax(command, flags, message):
+    out, err = run(command, *flags)
+    assert message in err and out == "2"
+
+
+def test_a_file_that_cannot_be_parsed_is_found_without_jax(tmp_path):
+    config = tmp_path / "torn.gin"
+    config.write_text("train.Config.num_steps = \n")
+    out, err = run("train", "--config", str(config))
+    assert "torn.gin:1: syntax error" in err and out == "2"
+
+
+def test_a_misspelled_mesh_is_found_with_jax_alone():
+    out, err = run("train", "--config", TINY, "--mesh", "foo=3")
+    assert "'foo' is no mesh axis" in err and out == "2 jax"
