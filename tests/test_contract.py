@@ -145,7 +145,7 @@ def test_a_skipped_step_leaves_variables_alone(num):
 def test_evaluation_uses_running_averages_and_no_noise(one_device):
     """By hand, on the rows of the held-out split as they are."""
     _, state, prepared = one_device
-    data = prepared.eval_data
+    data = prepared.held_out["eval"].data
     p, v = state.params, state.variables
     x = (data.x - v["input"]["mean"]) / np.sqrt(v["input"]["variance"] + 1e-3)
     x = (x @ p["up"] - v["hidden"]["mean"]) / np.sqrt(v["hidden"]["variance"] + 1e-3)
@@ -156,7 +156,7 @@ def test_evaluation_uses_running_averages_and_no_noise(one_device):
     for mesh in ("data=1", ODD):
         prepared = short_runs.prepare(CONFIG, mesh)
         with device_batches(
-            prepared.eval_data,
+            prepared.held_out["eval"].data,
             Order(NUM_EXAMPLES, shuffle=False),
             batch_size=BATCH,
             shardings=prepared.batch_shardings,
