@@ -3,6 +3,7 @@
 import builtins
 import dataclasses
 import math
+import os
 import subprocess
 import sys
 
@@ -199,7 +200,17 @@ def test_a_file_that_shrinks_is_an_error(tmp_path):
     root = write(tmp_path, {"a.txt": b"0123456789"})
     dataset = Text(path=root, length=5, holdout=0.0).open("train")
     (tmp_path / "a.txt").write_bytes(b"0123")
-    with pytest.raises(ValueError, match="a.txt' was shortened"):
+    with pytest.raises(ValueError, match=r"a.txt' was changed .* \(4 bytes, 10 when"):
+        dataset[0]
+
+
+def test_a_file_that_changes_and_keeps_its_size_is_an_error(tmp_path):
+    root = write(tmp_path, {"a.txt": b"0123456789"})
+    os.utime(tmp_path / "a.txt", (1, 1))
+    dataset = Text(path=root, length=5, holdout=0.0).open("train")
+    assert dataset[0]["inputs"].tolist() == list(b"01234")
+    (tmp_path / "a.txt").write_bytes(b"9876543210")
+    with pytest.raises(ValueError, match="a.txt' was changed while it was in use"):
         dataset[0]
 
 

@@ -30,6 +30,7 @@ class Document:
     name: str
     path: str
     num_bytes: int
+    mtime_ns: int
 
 
 def split_key(name: str) -> int:
@@ -155,15 +156,15 @@ def _walk(root: Path, skip_folders: set[str], what: str):
 def _document(root: Path, name: str, what: str) -> Document:
     path = root / name
     try:
-        num_bytes = path.stat().st_size
+        found = path.stat()
         reason = None if os.access(path, os.R_OK) else "permission denied"
         if not path.is_file():
             reason = "not a regular file"
     except OSError as error:
-        num_bytes, reason = 0, error.strerror
-    if reason:
+        found, reason = None, error.strerror
+    if found is None or reason:
         raise ValueError(
             f"{what}: the file '{path}' cannot be read ({reason}). Make it readable, "
             "or leave it out of the corpus."
         )
-    return Document(name, str(path), num_bytes)
+    return Document(name, str(path), found.st_size, found.st_mtime_ns)

@@ -115,7 +115,7 @@ class Text:
         chosen = [found[piece.document] for piece in pieces]
         return PackedDataset(
             np.array([len(piece) for piece in pieces], np.int64),
-            _FileReader([each.path for each in chosen], [p.start for p in pieces]),
+            _FileReader(chosen, [piece.start for piece in pieces]),
             end=Bytes.end,
             length=self.length,
             num_bytes=sum(map(len, pieces)),
@@ -304,18 +304,21 @@ class _FileReader:
         starts: where in each file its tokens begin.
     """
 
-    def __init__(self, paths: list[str], starts: list[int]):
-        self._paths, self._starts = paths, starts
+    def __init__(self, files: list[documents.Document], starts: list[int]):
+        self._files, self._starts = files, starts
 
     def __call__(self, i: int, start: int, stop: int) -> np.ndarray:
-        with open(self._paths[i], "rb", buffering=0) as file:
+        listed = self._files[i]
+        with open(listed.path, "rb", buffering=0) as file:
+            now = os.fstat(file.fileno())
             file.seek(self._starts[i] + start)
             data = file.read(stop - start)
-        if len(data) != stop - start:
+        seen = (now.st_size, now.st_mtime_ns, len(data))
+        if seen != (listed.num_bytes, listed.mtime_ns, stop - start):
             raise ValueError(
-                f"'{self._paths[i]}' was shortened while it was in use: bytes {start} "
-                f"to {stop} gave {len(data)}. Start again with files that stay as "
-                "they are."
+                f"'{listed.path}' was changed while it was in use ({now.st_size:,} "
+                f"bytes, {listed.num_bytes:,} when it was opened). Bring back what the "
+                "run began with, and start it again: it compares the contents."
             )
         return np.frombuffer(data, np.uint8)
 
