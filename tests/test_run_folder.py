@@ -167,7 +167,7 @@ def test_insisting_and_what_is_free_to_change(run, capfd):
     assert "Continued with other settings:" in output
     assert re.search(r"mesh.data +-1 -> 1\n", output)
     assert re.search(r"mesh.fsdp +1 -> 8\n", output)
-    assert re.search(r"plan +'data\+fsdp\+tensor\+pipeline' -> 'data\+fsdp'", output)
+    assert re.search(r"plan +'auto' -> 'data\+fsdp'", output)
     assert main(train(run, "--insist", *sets_of("schedule.peak=0.5"))) == 0
     assert re.search(r"schedule.peak +0.01 -> 0.5", capfd.readouterr().out)
     # The folder now belongs to the new config.
