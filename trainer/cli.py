@@ -4,6 +4,7 @@ import argparse
 import errno
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from .commands import plan as cli_plan
 
 # What shells report for Ctrl-C, and for a pipe whose reader has gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141
+# How long a process that failed waits for the others to fail alike.
+LEAVING_SECONDS = 2.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +61,12 @@ def _end_process_of_job(status: int) -> None:
     if jax.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(progress_file.leave(status))
+        progress_file.leave(status)
+        # Where all fail alike, all are here: the first to go would abort the others.
+        leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(LEAVING_SECONDS)
+        os._exit(status)
 
 
 def _run(args: argparse.Namespace) -> int:
