@@ -207,7 +207,8 @@ def test_a_config_that_one_process_cannot_read_ends_all(config_file, tmp_path):
     first, second = train(config_file, [start, wrong], "--workdir", str(tmp_path / "w"))
     assert (first.status, second.status) == (2, 2), (first, second)
     assert "did you mean 'seed'" in second.stderr
-    assert f"process 1 on {HERE} of this job cannot start; it says why" in first.stderr
+    assert f"process 1 on {HERE} of this job failed, and all" in first.stderr
+    assert "did you mean 'seed'" in first.stderr
 
 
 def test_the_step_is_lowered_once_and_its_program_tells_steps_apart(monkeypatch):
