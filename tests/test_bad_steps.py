@@ -119,7 +119,7 @@ def test_many_in_a_row_rewind_and_pass_over_the_data(tmp_path):
     audit = ledger_audit.audit(tmp_path)
     assert audit.faults == []
     assert [s.batch for s in audit.history] == [0, 1, 2, 3, *range(8, 16)]
-    assert audit.passed_over == [(4 * 16, 8 * 16)]
+    assert [part[:2] for part in audit.passed_over] == [(4 * 16, 8 * 16)]
     rows = metrics.read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert not any(row.get("skipped") for row in rows)

@@ -86,7 +86,6 @@ def test_reports_are_read_as_written(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "{",
         "7",
         '{"step": 1}',
@@ -102,6 +101,12 @@ def test_other_reports_are_refused(text, tmp_path):
     expected = f"progress.json holds {re.escape(repr(text))}; expected"
     with pytest.raises(ValueError, match=expected):
         progress_file.read(file)
+
+
+def test_a_file_that_is_still_empty_is_no_report_yet(tmp_path):
+    file = tmp_path / "progress.json"
+    file.touch()
+    assert progress_file.read(file) is None
 
 
 def test_leaving_says_the_status_at_the_last_step(tmp_path, monkeypatch):
@@ -131,7 +136,7 @@ def test_leaving_says_the_status_at_the_last_step(tmp_path, monkeypatch):
     ],
 )
 def test_processes_know_their_status_better_than_mpirun(own, said, status, tmp_path):
-    lone = group.Group(None, None, 2)  # type: ignore
+    lone = group.Group(None, None, None, 2)  # type: ignore
     lone.workers = [SimpleNamespace(number=0, name="mpirun", host="", status=own)]  # type: ignore
     reports = {n: Report(n, 0.0, status=one) for n, one in enumerate(said)}
     (found,) = lone.endings(reports)

@@ -196,8 +196,9 @@ def test_fewer_evaluation_batches_than_asked_for_is_said():
     few = dataclasses.replace(CONFIG.data, num_eval_examples=3 * BATCH)
     config = dataclasses.replace(CONFIG, data=few, eval_batches=5)
     short = setup.prepare(config, jax.devices()[:1])
-    assert short.num_eval_batches == 3
-    assert any("takes 3 batches, not the 5" in line for line in short.describe())
+    assert short.held_out["eval"].num_batches == 3
+    said = "(3 batches of the held-out split, not eval_batches=5)"
+    assert any(said in line for line in short.describe())
     enough = dataclasses.replace(config, eval_batches=3)
     whole = setup.prepare(enough, jax.devices()[:1])
-    assert not any("not the" in line for line in whole.describe())
+    assert not any("not eval_batches" in line for line in whole.describe())

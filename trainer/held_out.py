@@ -51,21 +51,25 @@ class HeldOut:
     Attributes:
       num_batches: of config.batch_size; the last may be padded.
       num_examples: that they hold.
+      asked: the setting; None for all batches.
     """
 
     name: Name
     data: Dataset
     num_batches: int
     num_examples: int
+    asked: int | None = None
 
     def describe(self) -> str:
         covered = f"{self.num_examples:,} of its {len(self.data):,} examples"
         if self.num_examples == len(self.data):
             covered = f"all of its {len(self.data):,} examples"
         when = "Each evaluation" if self.name == "eval" else "The test after training"
+        fewer = self.asked is not None and self.num_batches < self.asked
         return (
             f"{when} takes {covered} ({self.num_batches:,} batches of the "
-            f"{WORDS[self.name]} split)"
+            f"{WORDS[self.name]} split"
+            + (f", not {SETTINGS[self.name]}={self.asked})" if fewer else ")")
         )
 
 
@@ -96,4 +100,5 @@ def open_split(config: "Config", name: Name) -> HeldOut | None:
             + (", or to 0 for none." if whole == 0 else ".")
         )
     num_batches = whole if asked is None else min(asked, whole)
-    return HeldOut(name, data, num_batches, min(num_batches * size, len(data)))
+    num_examples = min(num_batches * size, len(data))
+    return HeldOut(name, data, num_batches, num_examples, asked)
