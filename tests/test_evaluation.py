@@ -145,7 +145,8 @@ def test_a_split_smaller_than_a_batch(tmp_path):
     config = npz_rows.config(path)
     setup = prepare(config, jax.devices()[:4])
     assert setup.held_out["eval"].describe() == (
-        "Each evaluation takes all of its 3 examples (1 batches of the held-out split)"
+        "Each evaluation takes all of its 3 examples (1 batches of the held-out split, "
+        f"not eval_batches={config.eval_batches})"
     )
 
 
