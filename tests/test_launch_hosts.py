@@ -72,7 +72,7 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path):
             assert before
             b.cut_off()
             began = time.monotonic()
-            gone = f"worker 1 on {b.name} ended with status 69 (a host or process"
+            gone = f"worker 1 on {b.name} ended with status 69 (a host, process"
             wait_until(said(gone), job, output, 60)
             # ssh asks every 5 s and gives up after three answers that did not come.
             assert time.monotonic() - began < 30

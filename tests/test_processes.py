@@ -192,7 +192,7 @@ def test_one_process_resumes_what_two_have_written(run_of, config_file, tmp_path
     assert resumed.processes[0].status == 0, resumed.processes
     np.testing.assert_array_equal(resumed.losses()[:10], whole.losses()[:10])
     np.testing.assert_allclose(resumed.losses(), whole.losses(), rtol=1e-5)
-    assert "1 process(es)" in resumed.processes[0].stdout
+    assert "in 1 process, mesh" in resumed.processes[0].stdout
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,10 @@ def slow_read(plan: Plan, folder: Path) -> float:
     """A worker is killed, and one process takes 5 s longer to read its part."""
     hold = Hold("read", 0, plan.processes - 1, 2, str(folder / "held"), seconds=5.0)
     with running(plan, folder, hold=hold) as job:
-        job.wait_for_step(plan.save_every + 2)
+        job.wait(f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every))
         seconds = recover(job, job.strike(0))
+        if not Path(hold.marker).exists():
+            raise Failed(f"no process met the fault; see {job.log}")
         _nothing_set_aside(job)
         return seconds
 
@@ -110,7 +112,7 @@ def connection_reset(plan: Plan, folder: Path) -> float:
     marker = folder / "held"
     hold = Hold("read", 0, worker, 2, str(marker), errno=errno.ECONNRESET)
     with running(plan, folder, hold=hold) as job:
-        job.wait_for_step(plan.save_every + 2)
+        job.wait(f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every))
         seconds = recover(job, job.strike(worker))
         if not job.events("unreadable"):
             raise Failed(f"no process met the fault; see {job.log}")
