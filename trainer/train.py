@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from .phases import Phases
 from .pipelining import Pipelining
 from .plan import forecast as forecast_lib
 from .pulse import ALLOW_SECONDS, Pulse
+from .resume import Position
 from .rollcall import calling as rollcall
 from .rules import make_rules
 from .run_folder import RunFolder, environment
@@ -224,15 +225,7 @@ def train(
         )
         setup = dataclasses.replace(setup, identity=identity)
         called += rollcall.what_we_do(setup, _shared_folders(folder, config))
-        console.print(f"Run folder {folder.path}")
-        for line in setup.describe():
-            console.print(line, markup=False)
-        for line in differences:
-            console.print(line, markup=False)
-        if identity.changes:
-            console.print(
-                f"Continued with other data:\n{identity.words()}", markup=False
-            )
+        _announce(setup, folder, differences, console)
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
         pulse = held.enter_context(
             Pulse(
@@ -264,19 +257,8 @@ def train(
         phases.reached("ready")
         forecast = None
         try:
-            # Until this attempt has restored, nothing in the run folder is changed.
-            with ledger.held():
-                if called.processes:
-                    ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
-                position = session.begin()
-                document = config_tree.to_json(config, origins or {})
-                folder.write_config(document, config_text)
-                identity.write(folder.path, jax.process_index())
+            position = _begin(session, called, origins or {}, config_text)
             state = position.state
-            sizes = setup.layout.params.mesh
-            folder.write_json("environment.json", environment(sizes))
-            folder.write_json("sharding.json", setup.layout.params.to_json())
-            _write_rollcall(called, folder)
             _probe(setup, folder, called, console)
             if position.step >= config.num_steps:
                 console.print(f"This run is complete at step {position.step}.")
@@ -293,6 +275,42 @@ def train(
         finish(setup, folder, state, forecast, ledger, console)
         distributed.wait_for_all("done")
         return state
+
+
+def _announce(
+    setup: Setup, folder: RunFolder, differences: Sequence[str], console: Console
+) -> None:
+    console.print(f"Run folder {folder.path}")
+    for line in (*setup.describe(), *differences):
+        console.print(line, markup=False)
+    if setup.identity is not None and setup.identity.changes:
+        words = setup.identity.words()
+        console.print(f"Continued with other data:\n{words}", markup=False)
+
+
+def _begin(
+    session: Session,
+    called: rollcall.Record,
+    origins: Mapping[str, str],
+    config_text: str,
+) -> Position:
+    """Restores, or begins anew, and writes what the run is now.
+
+    Until this attempt has restored, nothing in the run folder is changed.
+    """
+    setup, folder, ledger = session.setup, session.folder, session.ledger
+    with ledger.held():
+        if called.processes:
+            ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
+        position = session.begin()
+        folder.write_config(config_tree.to_json(setup.config, origins), config_text)
+        assert setup.identity is not None
+        setup.identity.write(folder.path, jax.process_index())
+    sizes = setup.layout.params.mesh
+    folder.write_json("environment.json", environment(sizes))
+    folder.write_json("sharding.json", setup.layout.params.to_json())
+    _write_rollcall(called, folder)
+    return position
 
 
 def _check_owner(folder: RunFolder, saved: epath.Path) -> None:
