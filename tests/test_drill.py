@@ -31,7 +31,9 @@ def test_a_short_drill(tmp_path):
     assert found.returncode == 0, found.stdout + found.stderr
     rows = [line.split() for line in found.stdout.splitlines()[-len(names) :]]
     for name, row in zip(names, rows, strict=True):
-        assert row[:2] == [name, "yes"] and float(row[2]) > 0 and int(row[3]) > 0
+        assert row[:2] == [name, "yes"] and float(row[2]) > 0
+        # It strikes right after a checkpoint: no step may be lost.
+        assert int(row[3]) > 0 or name == "connection-reset"
         assert row[4:] == ["bit-equal", "exact", "bit-equal"]
     written = json.loads((tmp_path / "drill" / "drill.json").read_text())
     assert [row["fault"] for row in written] == names
