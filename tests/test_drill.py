@@ -12,6 +12,7 @@ from tiny_runs import COMMAND, command, main, refused, sets_of, train
 from meshloom.trainer import ledger
 from meshloom.trainer.drill import drill, soak
 from meshloom.trainer.drill import faults as drill_faults
+from meshloom.trainer.drill import job as job_lib
 
 SHORT = ["--steps", "60", "--save-every", "10"]
 
@@ -188,3 +189,14 @@ def test_wrong_input(tmp_path, capfd):
     assert line.endswith("is not empty. Remove it, or choose another --workdir.")
     assert main(["drill", "--list"]) == 0
     assert capfd.readouterr().out.splitlines() == list(drill_faults.FAULTS)
+
+
+def test_a_run_that_ends_before_it_is_struck(tmp_path):
+    """As a soak of more kills than its steps last for."""
+    done = subprocess.Popen(["true"])
+    done.wait()
+    start = {"event": "start", "pids": [done.pid]}
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "supervisor.jsonl").write_text(json.dumps(start) + "\n")
+    with pytest.raises(job_lib.Failed, match="ended by itself, at .* more --steps"):
+        job_lib.Job(tmp_path, None, 0.0).strike(0)  # type: ignore

@@ -1,5 +1,6 @@
 """A run whose checkpoints are gone says that it starts anew, and keeps its history."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -21,10 +22,8 @@ def config(tmp_path):
 
 def run(config, folder, **settings):
     console = Console(file=io.StringIO(), width=400)
-    try:
+    with contextlib.suppress(Killed):
         train.train(config, workdir=folder, console=console, **settings)
-    except Killed:
-        pass
     return console.file.getvalue()  # type: ignore
 
 

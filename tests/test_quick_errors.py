@@ -30,7 +30,10 @@ def run(*argv) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--stepz", "3"], "unrecognized arguments: --stepz"),
+        (
+            ["--confg", "x"],
+            "unrecognized arguments: --confg x (did you mean --config?)",
+        ),
         (["--config", "defalt"], "did you mean 'default'?"),
         (["--set", "num_steps"], "expected NAME=VALUE"),
         (["--set", "plan=data"], "a string needs quotes"),

@@ -1,6 +1,7 @@
 """The run folder: who may use it, and with which config; what is never saved."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -158,6 +159,23 @@ def test_folder_of_another_config(run, capfd):
     assert digest(run) == before
     assert main(train(run, *flags, "--dry-run")) == 2
     assert digest(run) == before
+
+
+def test_a_folder_of_a_version_that_had_fewer_fields(run, capfd):
+    """A field that it does not know counts as its default."""
+    file = run / "config.json"
+    kept = file.read_text()
+    record = json.loads(kept)
+    for name in ("skip_grad_norm", "optimizer.b1"):
+        del record["values"][name]
+    file.write_text(json.dumps(record))
+    try:
+        assert main(train(run, *sets_of("optimizer.b1=0.5"))) == 2
+        assert "optimizer.b1  (absent) -> 0.5" in capfd.readouterr().err
+        assert main(train(run)) == 0
+        assert "other settings" not in capfd.readouterr().out
+    finally:
+        file.write_text(kept)
 
 
 def test_insisting_and_what_is_free_to_change(run, capfd):

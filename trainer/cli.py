@@ -1,6 +1,7 @@
 """The command `meshloom`. Nothing heavy is imported before a subcommand needs it."""
 
 import argparse
+import difflib
 import errno
 import os
 import sys
@@ -34,10 +35,19 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings):
         super().__init__(allow_abbrev=False, **settings)
 
-    def error(self, message: str):
-        if message.startswith("unrecognized arguments"):
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # refused here, by the command that lacks them
             # A worker's stderr is kept in its log: a misspelled flag's key is not.
-            message = " ".join(masked_command(message.split(" ")))
+            message = " ".join(["unrecognized arguments:", *masked_command(unknown)])
+            flag = unknown[0].partition("=")[0]
+            flags = self._option_string_actions
+            for near in difflib.get_close_matches(flag, flags, n=1):
+                message += f" (did you mean {near}?)"
+            self.error(message)
+        return found, unknown
+
+    def error(self, message: str):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

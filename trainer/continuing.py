@@ -57,8 +57,7 @@ def check(
     Args:
       saved: where the checkpoints are.
     """
-    values = config_tree.flatten(config)
-    changes = folder.check(values, free=free_fields(config), insist=insist)
+    changes = folder.check(config, free=free_fields(config), insist=insist)
     if not changes:
         return []
     done = latest_step(saved)

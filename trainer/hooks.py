@@ -92,7 +92,8 @@ class Evaluate:
         row = {"step": step, "loss": loss, **units, **others}
         for writer in self.writers:
             writer.write(self.split.name, [row])
-        words = "  ".join(f"{k} {v:.4f}" for k, v in row.items() if k != "step")
+        figures = [(k.replace("_", " "), v) for k, v in row.items() if k != "step"]
+        words = "  ".join(f"{name} {value:.4f}" for name, value in figures)
         self.progress.message(f"step {step}  {WORDS[self.split.name]} {words}")
         self.progress.rate.restart()
 

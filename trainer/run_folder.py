@@ -16,7 +16,15 @@ from typing import Any
 from etils import epath
 
 from ..launch.masking import masked_command, masked_text
-from .config.tree import Change, diff, format_diff, read_run
+from .config.tree import (
+    ABSENT,
+    Change,
+    at_default,
+    diff,
+    flatten,
+    format_diff,
+    read_run,
+)
 from .metrics import replace_text
 from .save_errors import SaveFailed
 from .storage import checkpoints_of
@@ -43,17 +51,24 @@ class RunFolder:
         return read_run(self.path) if (self.path / CONFIG_JSON).exists() else None
 
     def check(
-        self, values: Mapping[str, Any], *, free: tuple[str, ...], insist: bool
+        self, config: Any, *, free: tuple[str, ...], insist: bool
     ) -> list[Change]:
         """Compares with the config the folder was started with; touches nothing.
 
         Returns the differences, if all of them are in fields that are `free` to differ
-        (they change how, not what is computed); with `insist`, any differences.
+        (they change how, not what is computed); with `insist`, any differences. A field
+        that the folder does not know came with a later version: its default is what
+        the run was trained with.
         """
         previous = self.previous_values()
         if previous is None:
             return []
-        changes = diff(previous, dict(values))
+        defaults = at_default(config)
+        changes = [
+            change
+            for change in diff(previous, flatten(config))
+            if not (change.old is ABSENT and change.path in defaults)
+        ]
         hard = [change for change in changes if change.path.split(".")[0] not in free]
         if hard and not insist:
             count = (

@@ -87,6 +87,21 @@ def flatten(config: Any) -> dict[str, Any]:
     return flat
 
 
+def at_default(config: Any, path: str = "") -> set[str]:
+    """Returns the paths of fields that hold the default of their class."""
+    found = set()
+    for field in init_fields(config) if is_node(config) else ():
+        value, here = getattr(config, field.name), join(path, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if value == default:
+            found |= {here, *(below for below, _ in walk(value, here))}
+        else:
+            found |= at_default(value, here)
+    return found
+
+
 def plain(value: Any, path: str) -> Any:
     """Returns `value` as JSON can hold it, the same in every process."""
     if isinstance(value, enum.Enum):

@@ -112,7 +112,13 @@ class Job:
 
     def strike(self, worker: int, number: int = signal.SIGKILL) -> float:
         """Sends a signal to a worker; the time of it."""
-        os.kill(self.pids[worker], number)
+        try:
+            os.kill(self.pids[worker], number)
+        except ProcessLookupError:
+            raise Failed(
+                f"worker {worker} had ended by itself, at step {self.step}, before it "
+                "was struck. Give the run more --steps."
+            ) from None
         return time.monotonic()
 
     def stop(self) -> int:

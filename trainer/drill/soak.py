@@ -104,7 +104,7 @@ def _reference(plan: Plan, folder: Path) -> None:
         if status := job.finish():
             raise ValueError(
                 f"the run without kills ended with status {status}; see {job.log}. "
-                "Mend that before a soak."
+                "Fix that before a soak."
             )
 
 
