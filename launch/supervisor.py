@@ -200,11 +200,18 @@ class Supervisor:
         self._wait(group, seconds)
 
     def _wait(self, group: Group, seconds: float) -> None:
-        """Waits for all workers to end; who has not after `seconds` will be killed."""
+        """Waits for all workers to end; who has not after `seconds` will be killed.
+
+        Where one dies meanwhile, the others can save nothing without it.
+        """
         deadline = time.monotonic() + seconds
         while not group.poll() and time.monotonic() < deadline:
             if len(self._told) > 1:
                 break
+            death = statuses.cause(group.endings(self._watch.reports))
+            if death is not None and death.status != PREEMPTED:
+                last = time.monotonic() + self._settings.end_seconds
+                deadline = min(deadline, last)
             self._look()
             time.sleep(self._settings.poll_seconds)
 

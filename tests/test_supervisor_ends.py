@@ -144,6 +144,24 @@ def test_it_never_shrinks_below_the_least(tmp_path):
         assert sizes(job) == [4, 4, 3, 2]
 
 
+@pytest.mark.parametrize("told", ["stop", "shrink"])
+def test_a_death_while_all_should_save_is_not_waited_for(told, tmp_path):
+    """The others are in a collective that never ends, and do not heed SIGTERM."""
+    with Job(tmp_path, WAITING | {"on_term": "deaf"}, grace_seconds=1000) as job:
+        job.until_stepped(1)
+        if told == "stop":
+            job.send(signal.SIGTERM)
+        else:
+            (job.logs / "processes").write_text("1\n")
+        job.until(lambda: "save and leave" in job.stderr)
+        os.kill(job.pids()[1], signal.SIGKILL)
+        if told == "stop":
+            assert job.status() == 128 + signal.SIGTERM
+        else:
+            job.until_stepped(2, processes=1)
+            assert sizes(job) == [2, 1]
+
+
 def test_it_grows_when_told_to(tmp_path):
     plan = {"steps": 2, "faults": {"1": {0: ["hang", 1]}}, "on_term": "leave"}
     with Job(tmp_path, plan, processes=1, grace_seconds=1000) as job:
