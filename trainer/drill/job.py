@@ -116,8 +116,9 @@ class Job:
             os.kill(self.pids[worker], number)
         except ProcessLookupError:
             raise Failed(
-                f"worker {worker} had ended by itself, at step {self.step}, before it "
-                "was struck. Give the run more --steps."
+                f"worker {worker} was gone before it could be struck, at step "
+                f"{self.step}. If the run was done, give it more --steps; otherwise "
+                f"see {self.log}"
             ) from None
         return time.monotonic()
 
