@@ -67,11 +67,11 @@ wheel-test: $(DEV)
 	test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt --force-reinstall --no-deps build/wheel/*.whl
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt build/wheel/*.whl
-	mkdir -p build/elsewhere && cd build/elsewhere && ../../$(WHEEL_VENV)/bin/python ../../tests/wheel_check.py
+	mkdir -p build/elsewhere && cd build/elsewhere && ../../$(WHEEL_VENV)/bin/python ../../tests/support/wheel_check.py
 	test -x $(ALONE_VENV)/bin/python || $(PYTHON) -m venv $(ALONE_VENV)
 	$(ALONE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt jax equinox flax optax
 	$(ALONE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps build/wheel/*.whl
-	cd build/elsewhere && ../../$(ALONE_VENV)/bin/python ../../tests/alone_check.py
+	cd build/elsewhere && ../../$(ALONE_VENV)/bin/python ../../tests/support/alone_check.py
 
 benchmarks: $(DEV)
 	$(BIN)/python benchmarks/overhead.py

@@ -18,12 +18,16 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from meshloom.trainer import data, loop, metrics, setup, train
-from meshloom.trainer.bad_steps import BadSteps
+from meshloom.trainer import data
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.hooks import Recorder
-from meshloom.trainer.ledger import Ledger
-from meshloom.trainer.progress import Progress
+from meshloom.trainer.data.batches import device_batches
+from meshloom.trainer.record import metrics
+from meshloom.trainer.record.ledger import Ledger
+from meshloom.trainer.record.progress import Progress
+from meshloom.trainer.run import loop, train
+from meshloom.trainer.run.failed_steps import FailedSteps
+from meshloom.trainer.run.hooks import Recorder
+from meshloom.trainer.run.prepare import Prepared, prepare
 
 
 def bare(step_fn, state, batch, num_steps: int):
@@ -33,7 +37,7 @@ def bare(step_fn, state, batch, num_steps: int):
 
 
 def ours(
-    prepared: setup.Setup,
+    prepared: Prepared,
     step_fn,
     state,
     start: int,
@@ -47,15 +51,15 @@ def ours(
     units = (unit, count * config.batch_size)
     # A terminal that goes nowhere, so that the live bar is drawn for real.
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    flops = config.model.model_flops(prepared.batch)
+    flops = config.model.model_flops(prepared.program.batch)
     progress = Progress(start + num_steps, start, units, flops, None, console)
-    bad = BadSteps(config.rewind_after, progress.message)
+    bad = FailedSteps(config.rewind_after, progress.message)
     writers = [metrics.FileWriter(out)]
-    batches = data.device_batches(
+    batches = device_batches(
         prepared.train_data,
         data.Order(len(prepared.train_data), config.seed),
         batch_size=config.batch_size,
-        shardings=prepared.batch_shardings,
+        shardings=prepared.program.batch_shardings,
         start=start,
         stop=start + num_steps,
     )
@@ -81,14 +85,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     config = config_files.load([args.config], args.set, root=train.Config).config
-    prepared = setup.prepare(config)
+    prepared = prepare(config)
     step_fn = prepared.compile()
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
-    with data.device_batches(
+    with device_batches(
         prepared.train_data,
         data.Order(len(prepared.train_data)),
         batch_size=config.batch_size,
-        shardings=prepared.batch_shardings,
+        shardings=prepared.program.batch_shardings,
         start=0,
         stop=1,
     ) as batches:

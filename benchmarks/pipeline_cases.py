@@ -26,7 +26,7 @@ from meshloom.sharding.pipeline import (
 )
 from meshloom.sharding.pipeline.schedule import NAMES
 from meshloom.sharding.pipeline.simulate import BACKWARD_COST, GATHERS, Gather
-from meshloom.trainer.state import placed
+from meshloom.trainer.program.state import placed
 
 PLAN = "data+fsdp+tensor"
 

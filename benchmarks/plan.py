@@ -17,7 +17,7 @@ from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import plan
 from meshloom.trainer.plan.compile.compiled import SMALL, Compiled, compile_step
 from meshloom.trainer.plan.traffic import by_axes
-from meshloom.trainer.train import Config
+from meshloom.trainer.run.train import Config
 
 # A model of 0.95 billion parameters, from the config of Llama 2.
 ONE_B = [

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshloom.sharding.text import align, human_bytes
 from meshloom.trainer.plan.compile.program import Modelled, model_program
-from meshloom.trainer.plan.hardware import parse_target
+from meshloom.trainer.program.hardware import parse_target
 
 
 def mesh(text: str) -> tuple[dict[str, int], dict[str, int]]:

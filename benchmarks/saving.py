@@ -23,18 +23,19 @@ from jax.sharding import PartitionSpec as P
 from overhead import ours
 
 from meshloom.sharding import MeshSpec
-from meshloom.trainer import manifest, setup, train
-from meshloom.trainer.checkpoint import Checkpoints
+from meshloom.trainer.checkpoint import manifest
+from meshloom.trainer.checkpoint.manager import Checkpoints
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.hooks import Save
-from meshloom.trainer.state import State
+from meshloom.trainer.program.state import State
+from meshloom.trainer.run import prepare, train
+from meshloom.trainer.run.hooks import Save
 
 CHUNK = 16 << 20
 
 
 def saving(args: argparse.Namespace, folder: Path) -> dict:
     config = config_files.load([args.config], args.set, root=train.Config).config
-    prepared = setup.prepare(config)
+    prepared = prepare.prepare(config)
     step_fn = prepared.compile()
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
     stalls: list[float] = []

@@ -19,7 +19,10 @@ def ours(args):
     import jax
 
     from meshloom.models import transformer
-    from meshloom.trainer import data, optimizers, schedules, setup, train
+    from meshloom.trainer import data
+    from meshloom.trainer.data.batches import device_batches
+    from meshloom.trainer.program import optimizers, schedules
+    from meshloom.trainer.run import prepare, train
 
     model = transformer.Config(
         vocab_size=args.vocab,
@@ -47,14 +50,14 @@ def ours(args):
         num_steps=1000,
         eval_batches=0,
     )
-    prepared = setup.prepare(config)
+    prepared = prepare.prepare(config)
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
     step_fn = prepared.compile()
-    with data.device_batches(
+    with device_batches(
         prepared.train_data,
         data.Order(len(prepared.train_data)),
         batch_size=args.batch,
-        shardings=prepared.batch_shardings,
+        shardings=prepared.program.batch_shardings,
         start=0,
         stop=1,
     ) as batches:
@@ -65,7 +68,7 @@ def ours(args):
         state, metrics = step_fn(state, batch)
         return float(metrics["loss"])
 
-    return step, model.model_flops(prepared.batch)
+    return step, model.model_flops(prepared.program.batch)
 
 
 def pytorch(args):

@@ -5,10 +5,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .group import Heir, Worker
+from .exit_codes import BAD_INPUT, DONE, Ending, cause
 from .logs import last_line
-from .statuses import BAD_INPUT, DONE, Ending, cause
 from .target import Command
+from .workers import Heir, Worker
 
 # After one worker has failed the others get so long to end by themselves, so that the
 # one which knows the reason can say it.

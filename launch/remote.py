@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 
-# As in statuses.py, which a program that is run by path cannot import; ssh's own.
+# As in exit_codes.py, which a program that is run by path cannot import; ssh's own.
 UNREACHABLE, SSH_FAILED = 69, 255
 BEAT_SECONDS = 1.0
 

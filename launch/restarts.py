@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .statuses import BAD_INPUT, GAVE_UP, Ending
+from .exit_codes import BAD_INPUT, GAVE_UP, Ending
 
 # So often the same worker must be the one that dies, in attempts that follow each other
 # and get nowhere, until the job goes on without it.

@@ -1,8 +1,8 @@
 """Runs the processes of a job, wherever they are, and brings them back when they die.
 
 It lives outside of what it watches, so it survives what kills a jax process, process 0
-included. Exit statuses are in statuses.py, what counts as progress in progress_file.py,
-when a group is given up or made smaller in restarts.py.
+included. Exit statuses are in exit_codes.py, what counts as progress is in
+progress_file.py, when a group is given up or made smaller in restarts.py.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import progress_file, statuses
-from .group import Group, Heir
+from . import exit_codes, progress_file
+from .exit_codes import BAD_INPUT, DONE, PREEMPTED, Ending
 from .logs import Logs, last_line, say
 from .masking import masked_command
+from .progress_watch import Watch
 from .restarts import Restarts
 from .settings import Settings
-from .stall import Watch
-from .statuses import BAD_INPUT, DONE, PREEMPTED, Ending
 from .target import Attempt, Target
 from .warm import Warm
+from .workers import Group, Heir
 
 # A worker's own watchdog comes first: it knows where its threads stand.
 SLACK = 1.5
@@ -150,7 +150,7 @@ class Supervisor:
             self._look()  # after that, so that the last reports of the dead count
             if self._told:
                 return self._stop(group)
-            if death := statuses.cause(group.endings(watch.reports)):
+            if death := exit_codes.cause(group.endings(watch.reports)):
                 self._logs.event("death", attempt=self._attempt, **_fields(death))
                 if death.status == PREEMPTED:
                     # The others are leaving too, and a second SIGTERM would end them
@@ -208,7 +208,7 @@ class Supervisor:
         while not group.poll() and time.monotonic() < deadline:
             if len(self._told) > 1:
                 break
-            death = statuses.cause(group.endings(self._watch.reports))
+            death = exit_codes.cause(group.endings(self._watch.reports))
             if death is not None and death.status != PREEMPTED:
                 last = time.monotonic() + self._settings.end_seconds
                 deadline = min(deadline, last)
@@ -218,7 +218,7 @@ class Supervisor:
     def _stop(self, group: Group) -> Outcome:
         """Lets the workers save and leave; a second signal kills them at once."""
         seconds = self._settings.grace_seconds
-        name = statuses.signal_name(self._told[0])
+        name = exit_codes.signal_name(self._told[0])
         say(
             f"{name}: telling the workers to save and leave within {seconds:g} s; a "
             "second signal kills them"
@@ -283,7 +283,7 @@ class Supervisor:
 
     def _stopped(self, outcome: Outcome) -> int:
         ends = [ending.status for ending in outcome.endings]
-        status = statuses.after_stop(ends, self._told[0])
+        status = exit_codes.after_stop(ends, self._told[0])
         self._logs.event("stop", signal=self._told[0], status=status)
         words = "not every worker has saved; the last checkpoint is what is left"
         if status == PREEMPTED:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..sharding import Sharder
-from . import functional
+from . import nnx_pure
 from .transformer import Transformer
 
 
@@ -58,7 +58,7 @@ def generate(
 
     def layer(x_B1D, inputs):
         layer_params, layer_cache, position = inputs
-        block = functional.bind(model.make_block, layer_params)
+        block = nnx_pure.bind(model.make_block, layer_params)
         return block.decode(x_B1D, layer_cache, position, shard)
 
     def one(carry, position):

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..sharding import Sharder
-from . import functional
+from . import nnx_pure
 from .attention import Implementation
 from .cross_entropy import cross_entropy
-from .functional import Params
 from .layers import RESIDUAL, Block, Norm, weight
 from .lookup import lookup
+from .nnx_pure import Params
 from .remat import Remat, rematerialize
 
 DType = Literal["float32", "bfloat16"]
@@ -134,10 +134,10 @@ class Config:
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
     def init(self, key: jax.Array) -> Params:
-        return functional.init(self.make, key)
+        return nnx_pure.init(self.make, key)
 
     def axes(self) -> Params:
-        return functional.axes(self.make)
+        return nnx_pure.axes(self.make)
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
         """Names the dimensions of every array a batch may hold."""
@@ -152,6 +152,12 @@ class Config:
                 f"the data has a vocabulary of {needed}, but the model's vocab_size is "
                 f"{self.vocab_size}. Raise vocab_size to {needed}."
             )
+        for name in ("inputs", "targets", "weights"):
+            if name not in batch:
+                raise ValueError(
+                    f"the batch has no array {name!r}, which the model needs; it has "
+                    f"{', '.join(batch)}"
+                )
         length = batch["inputs"].shape[1]
         if length > self.max_length:
             raise ValueError(
@@ -164,30 +170,30 @@ class Config:
         self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(sum, weight, other sums of the same weight) over a batch's tokens."""
-        return functional.bind(self.make, params).loss(batch, shard)
+        return nnx_pure.bind(self.make, params).loss(batch, shard)
 
     def block(
         self, params: Params, x_BLD: jax.Array, batch: dict[str, Any], shard: Sharder
     ) -> jax.Array:
         """One block of the stack, on a batch that has positions."""
-        layer = functional.bind(functools.partial(Block, self), params)
+        layer = nnx_pure.bind(functools.partial(Block, self), params)
         return layer(x_BLD, batch["positions"], batch.get("segments"), shard)
 
     def stack(self):
         """The model in parts, as a pipeline takes it (meshloom.sharding.pipeline)."""
-        from .stages import TransformerStack
+        from .transformer_stack import TransformerStack
 
         return TransformerStack(self)
 
     def logits(self, params: Params, tokens_BL: jax.Array, shard: Sharder) -> jax.Array:
-        model = functional.bind(self.make, params)
+        model = nnx_pure.bind(self.make, params)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
 
     def generate(self, params: Params, prompt_BP: jax.Array, num_tokens: int, **how):
         """The prompt continued by `num_tokens`; see decode.generate for the rest."""
         from .decode import generate
 
-        model = functional.bind(self.make, params)
+        model = nnx_pure.bind(self.make, params)
         return generate(model, prompt_BP, num_tokens, **how)
 
     def num_params(self) -> int:
@@ -236,7 +242,7 @@ class Transformer(nnx.Module):
         if c.positions == "learned":
             shape = (c.max_length, c.d_model)
             self.position = weight(c, rngs, shape, ("position", "embed"))
-        self.blocks = functional.stack(self.make_block, c.num_layers, rngs)
+        self.blocks = nnx_pure.stack(self.make_block, c.num_layers, rngs)
         self.final_norm = Norm(c, rngs)
         if not c.tied_head:
             shape = (c.d_model, c.padded_vocab)

@@ -2,7 +2,7 @@
 
 Read off layers.py, remat.py and splash.py, and checked against them: what a block keeps
 is what jax's own differentiation of it keeps, the products are those of the compiled
-step (tests/test_costs.py, tests/test_plan_tpu.py).
+step (tests/models/test_costs.py, tests/plan/test_plan_tpu.py).
 
 Shape letters: B batch, L length, D width, H heads, G key-value heads, K head width,
 F hidden width.
@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from ..sharding.hlo_kernels import causal_blocks
+from ..sharding.hlo.kernels import causal_blocks
 from .attention import block_size, key_block_size
 from .costs import Array, Axes, Costs, Product
 from .layers import RESIDUAL

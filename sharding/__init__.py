@@ -3,10 +3,10 @@
 from .audit import audit as audit
 from .idle import idle_axes as idle_axes
 from .lint import lint as lint
+from .logical_axes import axes_for_state as axes_for_state
+from .logical_axes import axes_from_paths as axes_from_paths
+from .logical_axes import axes_of as axes_of
 from .mesh import MeshSpec as MeshSpec
-from .naming import axes_for_state as axes_for_state
-from .naming import axes_from_paths as axes_from_paths
-from .naming import axes_of as axes_of
 from .plans import data as data
 from .plans import fsdp as fsdp
 from .plans import parse_plan as parse_plan

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import hlo, hlo_collectives
-from .hlo_slices import crossings, slice_of
+from . import hlo
+from .hlo import collectives as hlo_collectives
+from .hlo.slices import crossings, slice_of
 from .text import align, human_bytes
 
 Key = tuple[str, tuple[str, ...]]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .naming import is_named
+from .logical_axes import is_named
 from .resolve import Indivisible
 
 

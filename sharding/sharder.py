@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .local import local
+from .logical_axes import rewrap, unwrap
 from .mesh import mesh_sizes, refuse_explicit
-from .naming import rewrap, unwrap
 from .placing import place_global, place_local, rows_first
 from .resolve import Axes, refuse_unknown_axes, resolve_dimensions, spec_of
 from .rules import Role, Rules, check_role

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .logical_axes import axes_of, is_array, is_named, path_name, unwrap
 from .mesh import Sizes, mesh_sizes
-from .naming import axes_of, is_array, is_named, path_name, unwrap
 from .resolve import (
     Axes,
     Dimension,

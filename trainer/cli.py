@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..launch import progress_file
+from ..launch.exit_codes import BAD_INPUT, DONE, PREEMPTED, UNREACHABLE, Unreachable
 from ..launch.masking import masked_command
-from ..launch.statuses import BAD_INPUT, DONE, PREEMPTED, UNREACHABLE, Unreachable
-from . import failures
 from .commands import certify as cli_certify
 from .commands import ckpt as cli_ckpt
 from .commands import doctor as cli_doctor
 from .commands import drill as cli_drill
 from .commands import ledger as cli_ledger
 from .commands import plan as cli_plan
+from .record import failures
 
 # What shells report for Ctrl-C, and for a pipe whose reader has gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -311,7 +311,7 @@ def _config_diff(args) -> None:
 
 
 def _data_build(args) -> None:
-    from . import corpus
+    from .data import corpus
 
     settings = {} if args.shard_size is None else {"shard_size": args.shard_size}
     corpus.build_with_progress(

@@ -26,8 +26,8 @@ from . import cli
 MODULES = (
     "meshloom.models.transformer",
     "meshloom.trainer.commands.actions",
-    "meshloom.trainer.preemption",
-    "meshloom.trainer.train",
+    "meshloom.trainer.job.preemption",
+    "meshloom.trainer.run.train",
     "grain",
     "jax.experimental.multihost_utils",
 )

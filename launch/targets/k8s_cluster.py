@@ -6,8 +6,8 @@ import subprocess
 import time
 from typing import Any
 
+from ..exit_codes import BAD_INPUT, DONE, GAVE_UP
 from ..logs import say
-from ..statuses import BAD_INPUT, DONE, GAVE_UP
 from ..target import Submitted
 from ..yaml_templates import fill
 from .k8s_job import Job

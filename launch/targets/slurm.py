@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 
 from .. import flags
+from ..exit_codes import PREEMPTED
 from ..logs import Logs, say
 from ..schedulers import expand
-from ..statuses import PREEMPTED
 from ..target import Attempt, Command, Target, rank_command
 
 SUMMARY = (

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from .. import flags
+from ..exit_codes import GAVE_UP
 from ..logs import offer, say
 from ..masking import looks_secret
-from ..statuses import GAVE_UP
 from ..target import Submitted
 from . import slurm
 

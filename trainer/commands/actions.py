@@ -5,8 +5,8 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from ...launch import place, progress_file
-from ...launch.statuses import DONE, PREEMPTED
+from ...launch import process_env, progress_file
+from ...launch.exit_codes import DONE, PREEMPTED
 from ..config import files as config_files
 from ..config import tree as config_tree
 
@@ -14,21 +14,25 @@ DEFAULT_CONFIG = "default"
 
 
 def train(args: Namespace) -> int:
-    if place.find(os.environ) is None:  # processes of a job fail together, see below
+    if (
+        process_env.find(os.environ) is None
+    ):  # processes of a job fail together, see below
         _check_early(args)
     import jax
 
-    from .. import distributed, preemption
-    from .. import train as train_lib
-    from ..phases import Phases
+    from ..job import joining, preemption
+    from ..plan.choosing import choose_here
+    from ..record.phases import Phases
+    from ..run import train as train_lib
+    from .observing import Forecasting
 
     phases = Phases.of_this_process()
     phases.reached("imported")
     if args.cpu_devices is not None:
         _use_cpu(args.cpu_devices)
-    distributed.initialize()
+    joining.initialize()
     phases.reached("joined")
-    with distributed.all_or_none():
+    with joining.all_or_none():
         loaded = _load(args)
         if args.steps is not None:
             loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
@@ -48,6 +52,8 @@ def train(args: Namespace) -> int:
                 insist=args.insist,
                 should_leave=should_leave,
                 phases=phases,
+                choose=choose_here,
+                observer=Forecasting(),
             )
         except preemption.Preempted as error:
             print(f"meshloom: {error}. Run the same command again to continue.")
@@ -61,7 +67,7 @@ def _with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files
     The batch stays the same; so does the memory that a device needs for its part. A
     model with variables is left as it is: a batch norm would compute something else.
     """
-    from .. import contract
+    from ..program import contract
 
     full = int(os.environ.get("MESHLOOM_FULL_PROCESSES", now))
     config = loaded.config
@@ -128,7 +134,7 @@ def config_show(args: Namespace) -> None:
 
 
 def config_diff(args: Namespace) -> None:
-    from ..train import Config
+    from ..run.train import Config
 
     a, b = (config_files.flat_values(x, root=Config) for x in (args.a, args.b))
     print(config_tree.format_diff(config_tree.diff(a, b)) or "No difference.")
@@ -138,14 +144,16 @@ def generate(args: Namespace) -> None:
     import jax
 
     from ...sharding import MeshSpec
-    from .. import checkpoint, run_folder, sampling
-    from ..train import Config
+    from ..checkpoint import manager
+    from ..record import run_folder
+    from ..run import sampling
+    from ..run.train import Config
 
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
     folder = run_folder.RunFolder(args.run_folder)
     text = folder.path / run_folder.CONFIG_GIN
-    steps = checkpoint.committed_steps(folder.checkpoints)
+    steps = manager.committed_steps(folder.checkpoints)
     if not text.exists() or not steps:
         raise ValueError(
             f"{folder.path} holds no trained model: expected {run_folder.CONFIG_GIN} "
@@ -161,7 +169,7 @@ def generate(args: Namespace) -> None:
     config = config_files.load([str(text)], root=Config).config
     mesh = MeshSpec.parse(args.mesh).make(jax.local_devices())
     layout, _ = _plan(config, mesh)
-    params = checkpoint.restore_params(
+    params = manager.restore_params(
         folder.checkpoints, step, layout.abstract.params, layout.params.shardings(mesh)
     )
     print(
@@ -190,7 +198,7 @@ def _names(args: Namespace) -> list[str]:
 def _load(args: Namespace) -> config_files.Loaded:
     """The config of the flags --config, --set and --mesh."""
     spec = _check_early(args)
-    from ..train import Config
+    from ..run.train import Config
 
     loaded = config_files.load(_names(args), args.set, root=Config)
     for note in loaded.dropped:
@@ -225,35 +233,38 @@ def _without_devices(spec):
 
 def _plan(config, mesh):
     """The layout of a config on a mesh, and the rules that made it."""
-    from ..rules import name_settings
-    from ..state import plan_layout
+    from ..program.rules import name_settings
+    from ..program.state import make_layout
 
     rules = config.make_rules()
     learning_rate = config.schedule.make(config.num_steps)
     tx = config.optimizer.make(learning_rate, config.model.axes())
     with name_settings(config):
         axes = getattr(config.optimizer, "state_axes", None)
-        return plan_layout(config.model, tx, rules, mesh, state_axes=axes), rules
+        return make_layout(config.model, tx, rules, mesh, state_axes=axes), rules
 
 
 def _dry_run(config, workdir: Path, insist: bool) -> None:
-    from .. import continuing, data_identity, storage, weights
+    from ..checkpoint import init_from
     from ..plan import forecast
-    from ..run_folder import RunFolder
-    from ..setup import prepare
+    from ..plan.choosing import choose_here
+    from ..record import storage
+    from ..record.run_folder import RunFolder
+    from ..run import continuing, data_identity
+    from ..run.prepare import prepare
 
-    setup = prepare(config)
+    prepared = prepare(config, choose=choose_here)
     folder = RunFolder(workdir)
     saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
     continuing.check(config, folder, saved, insist=insist)
-    weights.check(setup, folder)
+    init_from.check(config.init_from, prepared.program, saved)
     if folder.previous_values() is not None:
         data_identity.establish(
-            setup.datasets, folder.path, saved, insist=insist, say=print
+            prepared.datasets, folder.path, saved, insist=insist, say=print
         )
-    for line in setup.describe():
+    for line in prepared.describe():
         print(line)
-    print(forecast.foretell(setup, 0).line())
+    print(forecast.foretell(prepared, 0).line())
     print("Dry run: config, data and run folder checked; nothing written or trained.")
 
 

@@ -77,7 +77,7 @@ def _certify(args: argparse.Namespace) -> int:
 
     # This process only checks and compares; devices are for the runs.
     jax.config.update("jax_platforms", "cpu")
-    from .. import certify, certify_meshes
+    from ..verify import certify, certify_meshes
 
     targets = tuple(certify_meshes.Target.parse(text) for text in args.meshes)
     jax.config.update("jax_num_cpu_devices", max(t.devices for t in targets))

@@ -50,9 +50,9 @@ def _tools():
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from .. import checkpoint_tools
+    from ..checkpoint import inspect
 
-    return checkpoint_tools
+    return inspect
 
 
 def _ls(args: argparse.Namespace) -> None:

@@ -63,8 +63,8 @@ def _drill(args: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from ..drill import drill, soak
-    from ..drill.faults import FAULTS
+    from ..verify import drill, soak
+    from ..verify.drill_faults import FAULTS
 
     if args.list:
         print("\n".join(FAULTS))
@@ -103,7 +103,7 @@ def _drill(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, text: str):
     """How jobs are run on a mesh such as "fsdp=2" or "fsdp=4@4"."""
     from ...sharding import MeshSpec
-    from ..drill.job import Plan
+    from ..verify.drill_job import Plan
 
     mesh, at, count = text.partition("@")
     if at and not count.isdigit():

@@ -24,7 +24,7 @@ def _audit(args: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from ..ledger_audit import audit
+    from ..record.ledger_audit import audit
 
     found = audit(args.run_folder)
     print(found)

@@ -1,17 +1,39 @@
-"""The flags of `meshloom plan` and `meshloom plan schedule`."""
+"""The command `meshloom plan`: flags, and the plan of one config on one mesh."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import plan_schedule, plan_search
+
+if TYPE_CHECKING:
+    from ..run.train import Config
+
+DOES_NOT_FIT = 1  # exit status
+# What each flag goes with; it is refused without.
+NEEDS = {
+    "top": ("search",),
+    "write": ("search",),
+    "pick": ("write",),
+    "svg": ("scale",),
+    "keep_hlo": ("compile",),
+}
 
 
-def add(commands, command, add_config_flags) -> None:
+def add(
+    commands,
+    command: Callable[..., argparse.ArgumentParser],
+    config_flags: Callable[..., None],
+) -> None:
+    """Adds `plan` to the commands; `command` and `config_flags` as for certify."""
     parser = command(
         commands,
         "plan",
         _plan,
         "say what a run costs on devices that need not be here, before it starts",
     )
-    add_config_flags(parser, "default")
+    config_flags(parser, "default")
     parser.add_argument(
         "--target",
         metavar="DEVICES",
@@ -38,107 +60,27 @@ def add(commands, command, add_config_flags) -> None:
     parser.add_argument(
         "--keep-hlo", type=Path, metavar="FILE", help="keep the compiled program's text"
     )
-    _add_search(parser)
-    actions = parser.add_subparsers(metavar="ACTION")
-    schedule = command(
-        actions,
-        "schedule",
-        _schedule,
-        "draw a pipeline's schedule, and compare the bubble and memory of all",
-    )
-    for flag in ("--stages", "--microbatches"):
-        schedule.add_argument(flag, type=int, required=True, metavar="N")
-    schedule.add_argument(
-        "--schedule",
-        default="1f1b",
-        metavar="NAME",
-        help="gpipe, 1f1b or interleaved; default: 1f1b",
-    )
-    schedule.add_argument(
-        "--chunks",
-        type=int,
-        metavar="N",
-        help="chunks of layers a stage has in interleaved; default: 2",
-    )
-    schedule.add_argument(
-        "--remat",
-        default="save-named",
-        metavar="POLICY",
-        help="none, save-named, save-dots or full; default: save-named",
-    )
-    schedule.add_argument(
-        "--activation",
-        metavar="BYTES",
-        help="of one microbatch between two layers on one device, such as 64MiB",
-    )
-    schedule.add_argument(
-        "--residual",
-        action="append",
-        default=[],
-        metavar="POLICY=BYTES",
-        help="what a layer keeps of a microbatch under none, save-named or save-dots; "
-        "may be repeated",
-    )
-    schedule.add_argument("--layers", type=int, metavar="N", help="layers of a stage")
-    schedule.add_argument(
-        "--weights",
-        metavar="BYTES",
-        help="of a stage in float32, before fsdp cuts them, such as 4GiB",
-    )
-    schedule.add_argument(
-        "--fsdp", type=int, metavar="N", help="parts that weights are cut into"
-    )
-    schedule.add_argument(
-        "--svg", type=Path, metavar="FILE", help="write the picture to a file"
-    )
-    schedule.add_argument("--json", action="store_true", help="print JSON")
+    plan_search.add_flags(parser)
+    plan_schedule.add(parser.add_subparsers(metavar="ACTION"), command)
 
 
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    """Flags of looking for a plan instead of showing one; see docs/search.md."""
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="find the best mesh, schedule, remat and microbatches for the target",
-    )
-    parser.add_argument(
-        "--top", type=int, metavar="N", help="how many --search shows; default: 5"
-    )
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE.gin", help="write the best as a config"
-    )
-    parser.add_argument(
-        "--pick", type=int, metavar="N", help="write this one of the best; default: 1"
-    )
-    parser.add_argument(
-        "--smallest",
-        action="store_true",
-        help="find the fewest devices of the target's kind on which the config trains",
-    )
-    parser.add_argument(
-        "--scale",
-        nargs="?",
-        const="both",
-        choices=("strong", "weak", "both"),
-        help="the best plans from 8 to 4096 devices: the same batch on all (strong), "
-        "the same for each device (weak), or both",
-    )
-    parser.add_argument(
-        "--svg",
-        type=Path,
-        metavar="FILE",
-        help="write the picture of --scale to a file",
-    )
-
-
-# What each flag goes with; it is refused without.
-NEEDS = {
-    "top": ("search",),
-    "write": ("search",),
-    "pick": ("write",),
-    "svg": ("scale",),
-    "keep_hlo": ("compile",),
-}
+def _plan(args: argparse.Namespace) -> int | None:
+    if args.target is None:
+        raise ValueError(
+            "plan: --target is missing. Name the devices to plan for, such as "
+            "--target v5p-128; or draw a pipeline with plan schedule."
+        )
+    _check(args)
+    config, names = _load(args), args.config or ["default"]
+    if args.scale:
+        fits = plan_search.scale(args, config, names)
+    elif args.search:
+        fits = plan_search.search(args, config, names)
+    elif args.smallest:
+        fits = plan_search.smallest(args, config)
+    else:
+        fits = _show(args, config, " + ".join(names))
+    return None if fits else DOES_NOT_FIT
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -168,27 +110,29 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
 
 
-def _plan(args: argparse.Namespace) -> int | None:
-    if args.target is None:
-        raise ValueError(
-            "plan: --target is missing. Name the devices to plan for, such as "
-            "--target v5p-128; or draw a pipeline with plan schedule."
-        )
-    _check(args)
-    if args.scale:
-        from ..plan.searching import scaling_show
+def _load(args: argparse.Namespace) -> "Config":
+    import jax
 
-        return scaling_show.show(args)
-    if args.search or args.smallest:
-        from ..plan.searching import show as search_show
+    from . import actions
 
-        return search_show.show(args)
-    from ..plan import show
-
-    return show.show(args)
+    # Shapes need no accelerator; taking one here would keep a training from it.
+    jax.config.update("jax_platforms", "cpu")
+    return actions.load_config(args)
 
 
-def _schedule(args: argparse.Namespace) -> None:
-    from ..plan import schedule
+def _show(args: argparse.Namespace, config: "Config", name: str) -> bool:
+    """Prints the plan of a config and writes its page; returns whether it fits."""
+    from ..plan import predict, show
 
-    schedule.show(args)
+    found = predict.plan(config, args.target, batch=args.batch)
+    compiled = None
+    if args.compile:
+        from ..plan.compile import compiled as compiled_lib
+
+        compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
+    if args.html is not None:
+        from ..report.plan import write_plan
+
+        write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)
+    show.show(found, compiled, as_json=args.json, with_arrays=args.explain)
+    return found.fits

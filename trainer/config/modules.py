@@ -12,6 +12,16 @@ from .bindings import ConfigError, Ref, map_items, nearest
 
 Modules = Mapping[str, types.ModuleType]
 
+# Where modules are now that config files and run folders of earlier versions name.
+MOVED = {
+    "meshloom.trainer.optimizers": "meshloom.trainer.program.optimizers",
+    "meshloom.trainer.pipelining": "meshloom.trainer.program.pipelining",
+    "meshloom.trainer.schedules": "meshloom.trainer.program.schedules",
+    "meshloom.trainer.sources": "meshloom.trainer.data.sources",
+    "meshloom.trainer.tokenizer": "meshloom.trainer.data.tokenizer",
+    "meshloom.trainer.train": "meshloom.trainer.run.train",
+}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Written:
@@ -22,6 +32,7 @@ class Written:
 
 
 def import_module(name: str, where: str) -> types.ModuleType:
+    name = MOVED.get(name, name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 
-from ...launch import place
+from ...launch import process_env
 from ...launch.masking import masked
 from .findings import Finding
 
@@ -50,7 +50,7 @@ def host(name: str, addresses: list[str]) -> Iterator[Finding]:
             "problem",
             "Give it one in DNS or in /etc/hosts, with the address of this machine.",
         )
-    elif all(place.is_loopback(a.partition("%")[0]) for a in addresses):
+    elif all(process_env.is_loopback(a.partition("%")[0]) for a in addresses):
         yield Finding(
             "host name",
             f"{name} is {', '.join(addresses)}, which other machines cannot reach",
@@ -137,7 +137,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _place(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Where a process that is started here would stand in a job."""
     try:
-        found = place.find(environ)
+        found = process_env.find(environ)
     except ValueError as error:
         words, _, remedy = str(error).partition(". ")
         yield Finding("place in the job", words, "problem", remedy)

@@ -21,9 +21,9 @@ def devices() -> dict[str, Any]:
 
 
 def config(names: list[str], sets: list[str]) -> dict[str, Any]:
-    from .. import metrics, storage
     from ..config import files as config_files
-    from ..train import Config
+    from ..record import metrics, storage
+    from ..run.train import Config
 
     try:
         loaded = config_files.load(names, sets, root=Config).config

@@ -1,8 +1,8 @@
 """What a run will cost, before any accelerator is rented: see docs/plan.md."""
 
-from .hardware import Device as Device
-from .hardware import Target as Target
-from .hardware import parse_target as parse_target
+from ..program.hardware import Device as Device
+from ..program.hardware import Target as Target
+from ..program.hardware import parse_target as parse_target
 
 
 def __getattr__(name: str):

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding import MeshSpec
 from ...sharding.plans import AUTO
-from ..pipelining import Pipelining
+from ..program.pipelining import Pipelining
 from . import predict
 from .predict import Plan
 from .searching.candidates import ONE_CHUNK, Choice
 from .searching.searching import search
 
 if TYPE_CHECKING:
-    from ..train import Config
+    from ..run.train import Config
 
 Flags = tuple[tuple[str, str], ...]  # (what is changed, the flag), each once
 

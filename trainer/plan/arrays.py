@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from .case import Case
 from .cutting import FLOAT32
+from .scenario import Case
 
 if TYPE_CHECKING:
     from .memory import Part

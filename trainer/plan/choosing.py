@@ -18,22 +18,23 @@ known, and on CPUs, whose devices share cores and memory, the plain settings are
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from ...sharding.text import human_bytes
-from .. import contract
-from ..pipelining import Pipelining
-from .case import Case, make_case
-from .hardware import CPU, Target
-from .here import published_target
+from ..program import contract
+from ..program.computation import Chosen, plain
+from ..program.hardware import CPU, Target
+from ..program.pipelining import Pipelining
+from .local_target import published_target
 from .predict import Plan
+from .scenario import Case, make_case
 from .searching.candidates import divisors, gathers_on
 from .text import seconds_text
 
 if TYPE_CHECKING:
-    from ..train import Config
+    from ..run.train import Config
 
 # The closed form of memory is up to a tenth off; differences of 2 % in time are none.
 ROOM, AS_LEAN, CLOSE = 0.9, 1.1, 1.02
@@ -43,20 +44,8 @@ PRICE = 1.15
 MOST_FOR_EACH_STAGE = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """A config as it was given, the same with nothing left open, and why, in a line.
-
-    The line is empty where there was nothing to choose.
-    """
-
-    given: "Config"
-    config: "Config"
-    line: str = ""
-
-
 def choose(
-    config: "Config", sizes: dict[str, int], target: Target | None, reason: str = ""
+    config: "Config", sizes: Mapping[str, int], target: Target | None, reason: str = ""
 ) -> Chosen:
     """Fills what a config leaves open.
 
@@ -91,7 +80,7 @@ def choose(
 
 
 def choose_here(
-    config: "Config", sizes: dict[str, int], devices: Sequence[Any]
+    config: "Config", sizes: Mapping[str, int], devices: Sequence[Any]
 ) -> Chosen:
     """Fills what the config leaves open, by what is known of the devices."""
     try:
@@ -104,13 +93,7 @@ def choose_here(
     return choose(config, sizes, target)
 
 
-def plain(config: "Config") -> "Config":
-    """The config with the simplest value for all that is open."""
-    plan = STANDARD if config.plan == AUTO else config.plan
-    return dataclasses.replace(config, plan=plan, pipeline=config.pipeline.plain())
-
-
-def _plainly(config: "Config", sizes: dict[str, int], why: str) -> Chosen:
+def _plainly(config: "Config", sizes: Mapping[str, int], why: str) -> Chosen:
     found = plain(config)
     # Where the mesh has one device along these, there is nothing that could be other.
     if sizes["tensor"] == 1 and sizes["pipe"] == 1:
@@ -118,7 +101,7 @@ def _plainly(config: "Config", sizes: dict[str, int], why: str) -> Chosen:
     return Chosen(config, found, f"Chosen: {_words(config, found, sizes)}: {why}")
 
 
-def _open(config: "Config", sizes: dict[str, int]) -> bool:
+def _open(config: "Config", sizes: Mapping[str, int]) -> bool:
     """Whether anything that matters on this mesh is left to be chosen."""
     pipeline = config.pipeline
     staged = AUTO in (pipeline.schedule, pipeline.gather) or (
@@ -132,7 +115,7 @@ def _open(config: "Config", sizes: dict[str, int]) -> bool:
 
 
 def _candidates(
-    config: "Config", target: Target, sizes: dict[str, int]
+    config: "Config", target: Target, sizes: Mapping[str, int]
 ) -> Iterator[Plan]:
     """Every way to fill what is open that the model and the mesh allow."""
     plans = [config.plan]
@@ -241,7 +224,7 @@ def _peak(plan: Plan) -> int:
     return plan.memory.peak
 
 
-def _words(config: "Config", chosen: "Config", sizes: dict[str, int]) -> str:
+def _words(config: "Config", chosen: "Config", sizes: Mapping[str, int]) -> str:
     """What of the chosen values was open, as far as it matters on the mesh."""
     words = []
     given, found = config.pipeline, chosen.pipeline

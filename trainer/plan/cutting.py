@@ -13,7 +13,7 @@ from typing import Any
 from ...sharding import Resolved, Rules, resolve
 from ...sharding.resolve import resolve_dimensions
 from ...sharding.rules import Role
-from ..state import State
+from ..program.state import State
 
 FLOAT32 = 4
 # The smallest part of an array that a TPU stores: so many rows of so many lanes.

@@ -7,8 +7,8 @@ from typing import Any
 
 from ...sharding.text import align, human_bytes
 from .arrays import Row, rows
-from .case import Case
 from .predict import Plan
+from .scenario import Case
 
 # Arrays of a part with less than this share of the peak are one row.
 SMALL = 1e-3

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ...sharding.pipeline import Schedule
 from ...sharding.pipeline import loops as loops_lib
-from .case import Case
+from .scenario import Case
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...sharding.text import human_bytes
-from .. import metrics
-from ..progress import human
-from ..report.data import median_step_seconds
-from .hardware import CPU
-from .here import target_here
+from ..program.hardware import CPU
+from ..record import metrics
+from ..record.progress import human
+from .local_target import target_here
 from .predict import Plan, plan
 from .text import seconds_text
 
 if TYPE_CHECKING:
-    from ..setup import Setup
+    from ..run.prepare import Prepared
 
 FILE = "forecast.json"
 WIDEST_REASON = 200
@@ -89,12 +88,12 @@ class Measured:
     seconds: float | None
 
 
-def foretell(setup: "Setup", start: int, hosts: Sequence[str] = ()) -> Forecast:
+def foretell(prepared: "Prepared", start: int, hosts: Sequence[str] = ()) -> Forecast:
     """The forecast of a run's steps after `start`, for its own devices."""
     try:
-        devices = list(setup.mesh.devices.flat)
-        target = target_here(devices, setup.matmul_dtype, hosts)
-        found = plan(setup.chosen.config, target)
+        devices = list(prepared.mesh.devices.flat)
+        target = target_here(devices, prepared.matmul_dtype, hosts)
+        found = plan(prepared.chosen.config, target)
         forecast = Forecast(start, found)
         forecast.line()  # what cannot be computed fails here
         return forecast
@@ -104,20 +103,20 @@ def foretell(setup: "Setup", start: int, hosts: Sequence[str] = ()) -> Forecast:
         return Forecast(start, None, kind + first[:WIDEST_REASON])
 
 
-def measure(setup: "Setup", folder: Path, start: int) -> Measured:
+def measure(prepared: "Prepared", folder: Path, start: int) -> Measured:
     """What the steps after `start` took, when they are done."""
     rows = metrics.read(Path(folder) / metrics.FILES["train"])
-    memory, whose = _memory(setup)
-    return Measured(memory, whose, median_step_seconds(rows, start))
+    memory, whose = _memory(prepared)
+    return Measured(memory, whose, metrics.median_step_seconds(rows, start))
 
 
-def _memory(setup: "Setup") -> tuple[int | None, str]:
+def _memory(prepared: "Prepared") -> tuple[int | None, str]:
     """What devices have had in use; a CPU does not say, so what is reserved there."""
-    stats = [device.memory_stats() for device in setup.mesh.local_devices]
+    stats = [device.memory_stats() for device in prepared.mesh.local_devices]
     used = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     if used:
         return max(used), "in use at most"
-    found = setup.compile().memory_analysis()
+    found = prepared.compile().memory_analysis()
     if found is None:
         return None, "compiler's"
     # Not its peak: for CPUs that leaves out what is alive at once.

@@ -16,9 +16,9 @@ Memory, beside what TPUs need too:
 import dataclasses
 
 from .arrays import Values, Weights, of_each
-from .case import Case
 from .cutting import FLOAT32
 from .memory import Part, outside_gradients, part
+from .scenario import Case
 
 Moments = dict[str, tuple[Part, ...]]
 

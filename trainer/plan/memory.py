@@ -19,10 +19,10 @@ import dataclasses
 import math
 from typing import Any
 
+from ..program.hardware import CARRIES_GATHERS
 from .arrays import Values, Weights, of_each, total_bytes
-from .case import Case, more_cut
 from .cutting import FLOAT32
-from .hardware import CARRIES_GATHERS
+from .scenario import Case, more_cut
 
 # Seen with 4 devices, and no longer with 8.
 UNROLLED = 4

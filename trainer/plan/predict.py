@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding import MeshSpec
 from ...sharding.mesh import mesh_sizes
-from .case import Case, make_case
+from ..program.hardware import Target, parse_target
 from .flops import Flops, flops
-from .hardware import Target, parse_target
 from .memory import Memory, memory
 from .roofline import Roofline, roofline
+from .scenario import Case, make_case
 from .traffic import Transfer, by_axes, traffic
 
 if TYPE_CHECKING:
-    from ..train import Config
+    from ..run.train import Config
     from .choosing import Chosen
 
 

@@ -24,10 +24,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .case import Case
+from ..program.hardware import CARRIES_GATHERS, Target
 from .cutting import FLOAT32
 from .flops import Flops, ticks
-from .hardware import CARRIES_GATHERS, Target
+from .scenario import Case
 from .traffic import Transfer
 
 

@@ -1,118 +1,104 @@
 """`meshloom plan schedule`: a pipeline's schedule as a picture and as figures."""
 
+import dataclasses
 import json
-import re
-from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from ...sharding.pipeline import picture
 from ...sharding.pipeline.schedule import NAMES, Schedule, make
-from ...sharding.pipeline.simulate import (
-    GATHERS,
-    Simulation,
-    Sizes,
-    compare,
-    simulate,
-)
+from ...sharding.pipeline.simulate import GATHERS, Simulation, Sizes, compare, simulate
 from ...sharding.text import align, human_bytes
 
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 INTERLEAVED = "interleaved"
 MANY_STAGES = 16
 UNKNOWN = "?"
-NEEDS = {
-    "fsdp": ["weights"],
-    "weights": ["fsdp", "layers"],
-    "residual": ["layers", "activation"],
-}
 
 
-def show(args: Namespace) -> None:
-    """Prints the picture, the facts, and what other choices would cost."""
-    chunks = args.chunks if args.schedule == INTERLEAVED else None
-    schedule = make(args.schedule, args.stages, args.microbatches, chunks)
-    sizes = _sizes(args)
-    found = simulate(schedule, remat=args.remat, sizes=sizes)
-    names, notes = _comparable(args)
-    shape = args.stages, args.microbatches, args.chunks
-    schedules = compare(*shape, names=names, remat=args.remat, sizes=sizes)
-    saving = "save-dots" if args.remat == "save-dots" else "save-named"
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A schedule, and what other choices would cost.
+
+    Attributes:
+      schedules: all schedules that the layers allow, with the same remat.
+      policies: the same schedule with other remat.
+      gathers: the same, by how often weights are gathered; none if there are no sizes.
+      notes: what was left out, and why.
+    """
+
+    schedule: Schedule
+    chosen: Simulation
+    schedules: Sequence[Simulation]
+    policies: Sequence[Simulation]
+    gathers: Sequence[Simulation]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        tables = {
+            "schedules": self.schedules,
+            "remat": self.policies,
+            "gather": self.gathers,
+        }
+        document: dict[str, Any] = {
+            name: [row.to_json() for row in rows] for name, rows in tables.items()
+        }
+        return document | {"schedule": self.chosen.to_json(), "notes": [*self.notes]}
+
+
+def compare_choices(
+    schedule: Schedule, num_chunks: int | None, *, remat: str, sizes: Sizes
+) -> Comparison:
+    """Compares a schedule with others of as many stages and microbatches.
+
+    Args:
+      num_chunks: of interleaved, whatever `schedule` is.
+    """
+    found = simulate(schedule, remat=remat, sizes=sizes)
+    names, notes = _comparable(schedule.name, num_chunks, sizes.layers_per_stage)
+    shape = schedule.num_stages, schedule.num_microbatches, num_chunks
+    schedules = compare(*shape, names=names, remat=remat, sizes=sizes)
+    saving = "save-dots" if remat == "save-dots" else "save-named"
     policies = [
         simulate(schedule, remat=remat, sizes=sizes)
         for remat in ("none", saving, "full")
     ]
     gathers = [
-        simulate(schedule, remat=args.remat, gather=gather, sizes=sizes)
+        simulate(schedule, remat=remat, gather=gather, sizes=sizes)
         for gather in GATHERS
         if sizes.weight_bytes is not None
     ]
-    if args.svg is not None:
-        args.svg.write_text(picture.svg(schedule), encoding="utf-8")
-        notes.append(f"The picture is in {args.svg}.")
-    if args.json:
-        tables = {"schedules": schedules, "remat": policies, "gather": gathers}
-        document: dict = {
-            name: [row.to_json() for row in rows] for name, rows in tables.items()
-        }
-        document |= {"schedule": found.to_json(), "notes": notes}
-        print(json.dumps(document, indent=1))
+    return Comparison(schedule, found, schedules, policies, gathers, notes)
+
+
+def show(found: Comparison, *, as_json: bool = False) -> None:
+    """Prints the picture, the facts, and what other choices would cost."""
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1))
         return
-    _print_picture(schedule)
-    blocks = [_facts(found), _schedules(schedules, found), _policies(policies, found)]
-    if gathers:
-        blocks.append(_gathers(gathers))
+    _print_picture(found.schedule)
+    blocks = [
+        _facts(found.chosen),
+        _schedules(found.schedules, found.chosen),
+        _policies(found.policies, found.chosen),
+    ]
+    if found.gathers:
+        blocks.append(_gathers(found.gathers))
     print()
-    print(*blocks, *notes, sep="\n\n")
+    print(*blocks, *found.notes, sep="\n\n")
 
 
-def _sizes(args: Namespace) -> Sizes:
-    for flag, needs in NEEDS.items():
-        missing = [f"--{name}" for name in needs if getattr(args, name) is None]
-        if getattr(args, flag) and missing:
-            raise ValueError(f"--{flag} is of no use without {' and '.join(missing)}")
-    for flag in ("layers", "fsdp"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag} must be at least 1, got {value}")
-    residuals = {}
-    for words in args.residual:
-        policy, equals, size = words.partition("=")
-        if not equals:
-            raise ValueError(f"--residual {words!r}: expected POLICY=BYTES")
-        residuals[policy] = _bytes(f"--residual {policy}", size)
-    return Sizes(
-        activation_bytes=_bytes("--activation", args.activation),
-        layers_per_stage=args.layers,
-        weight_bytes=_bytes("--weights", args.weights),
-        residual_bytes=residuals,
-        fsdp=args.fsdp or 1,
-    )
-
-
-def _bytes(flag: str, words: str | None) -> int | None:
-    """64MiB -> 67108864."""
-    if words is None:
-        return None
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})?", words)
-    count = round(float(found[1]) * UNITS[found[2] or "B"]) if found else 0
-    if count < 1:
-        raise ValueError(
-            f"{flag}: {words!r} is no size; expected a number above 0, alone or with "
-            f"{', '.join(UNITS)}, such as 64MiB"
-        )
-    return count
-
-
-def _comparable(args: Namespace) -> tuple[Sequence[str], list[str]]:
-    """The schedules that these layers allow, and a line for what they do not."""
-    chunks = make(INTERLEAVED, 1, 1, args.chunks).num_chunks
-    if args.schedule == INTERLEAVED or not args.layers or args.layers % chunks == 0:
-        return NAMES, []
+def _comparable(
+    name: str, num_chunks: int | None, layers: int | None
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Returns the schedules that these layers allow, and a line for those left out."""
+    chunks = make(INTERLEAVED, 1, 1, num_chunks).num_chunks
+    if name == INTERLEAVED or not layers or layers % chunks == 0:
+        return NAMES, ()
     note = (
-        f"{INTERLEAVED} is left out: {args.layers} layers a stage cannot be cut into "
+        f"{INTERLEAVED} is left out: {layers} layers a stage cannot be cut into "
         f"{chunks} chunks. Give --chunks a number that divides them."
     )
-    return [name for name in NAMES if name != INTERLEAVED], [note]
+    return [name for name in NAMES if name != INTERLEAVED], (note,)
 
 
 def _print_picture(schedule: Schedule) -> None:

@@ -1,79 +1,82 @@
 """`meshloom plan` as text: tables with bars, and what makes up the peak."""
 
 import json
-from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...sharding.text import align, human_bytes
 from . import explain
-from .advice import cheapest_changes
-from .predict import Plan, plan
+from .advice import Change, cheapest_changes
+from .predict import Plan
 from .searching.smallest import in_words, smallest
 from .text import bar as _bar
 from .text import print_styled as _print
 from .text import seconds_text as _seconds
 from .traffic import by_axes
 
-DOES_NOT_FIT = 1
+if TYPE_CHECKING:
+    from .compile.compiled import Compiled
 
 
-def show(args: Namespace) -> int | None:
-    """Prints the plan of the flags; the exit status says whether it fits."""
-    import jax
+def show(
+    found: Plan,
+    compiled: "Compiled | None" = None,
+    *,
+    as_json: bool = False,
+    with_arrays: bool = False,
+) -> None:
+    """Prints a plan, and what would make it fit if it does not.
 
-    from ..commands import actions as commands
-
-    # Shapes need no accelerator; taking one here would keep a training from it.
-    jax.config.update("jax_platforms", "cpu")
-    config = commands.load_config(args)
-    found = plan(config, args.target, batch=args.batch)
-    compiled = None
-    if args.compile:
-        from .compile import compiled as compiled_lib
-
-        compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
-    if args.html is not None:
-        from ..report.plan import write_plan
-
-        name = " + ".join(args.config or ["default"])
-        write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)
+    Args:
+      compiled: the step compiled for the target, to compare with.
+      with_arrays: lists the arrays that make up the peak too.
+    """
     changes = [] if found.fits else cheapest_changes(found)
-    if args.json:
-        document = found.to_json() | {
-            "changes": [
-                {"flags": list(c.flags), "peak": c.plan.memory.peak, "time": c.slower}
-                for c in changes
-            ],
-            "next": found.next_limit() if found.fits else "memory",
-        }
-        if compiled is not None:
-            document["compiled"] = compiled.to_json()
-        if args.explain:
+    if as_json:
+        document = _json(found, changes, compiled)
+        if with_arrays:
             document["explain"] = explain.to_json(found)
         print(json.dumps(document, indent=1))
-        return None if found.fits else DOES_NOT_FIT
+        return
     head = _head(found) + (f"\n{found.choice}" if found.choice else "")
     blocks = [head, _memory(found), _work(found), _time(found)]
     if compiled is not None:
         blocks.append(compiled.table(found))
-    if args.explain:
+    if with_arrays:
         blocks.append(explain.explain(found))
     _print("\n\n".join(blocks))
-    device = found.target.device
     if found.fits:
         _print(f"\nIt fits. Next to run out: {found.next_limit()}.")
-        return None
-    over = human_bytes(found.memory.peak - device.usable)
+    else:
+        _print(_does_not_fit(found, changes))
+
+
+def _json(
+    found: Plan, changes: Sequence[Change], compiled: "Compiled | None"
+) -> dict[str, Any]:
+    document = found.to_json() | {
+        "changes": [
+            {"flags": list(c.flags), "peak": c.plan.memory.peak, "time": c.slower}
+            for c in changes
+        ],
+        "next": found.next_limit() if found.fits else "memory",
+    }
+    if compiled is not None:
+        document["compiled"] = compiled.to_json()
+    return document
+
+
+def _does_not_fit(found: Plan, changes: Sequence[Change]) -> str:
+    target = found.target
+    over = human_bytes(found.memory.peak - target.device.usable)
+    too_much = f"\nIt does not fit: {over} too much on each device"
     if not changes:
-        least = smallest(found.config, found.target, more_than=found.target.num_devices)
-        _print(
-            f"\nIt does not fit: {over} too much on each device, and no remat, "
-            f"microbatches, mesh or batch would do. {in_words(least, found.target)}"
+        least = smallest(found.config, target, more_than=target.num_devices)
+        return (
+            f"{too_much}, and no remat, microbatches, mesh or batch would do. "
+            f"{in_words(least, target)}"
         )
-        return DOES_NOT_FIT
-    _print(f"\nIt does not fit: {over} too much on each device. It would with")
-    for change in changes:
-        _print(f"  {change}")
-    return DOES_NOT_FIT
+    return "\n".join([f"{too_much}. It would with", *(f"  {c}" for c in changes)])
 
 
 def _head(found: Plan) -> str:

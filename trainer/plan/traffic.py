@@ -21,10 +21,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .case import Case, more_cut
 from .cutting import FLOAT32
 from .flops import ticks
 from .gpu import gathers_of_head
+from .scenario import Case, more_cut
 
 
 @dataclasses.dataclass(frozen=True)

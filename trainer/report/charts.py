@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from .curves import Axis, downsample, linear_ticks, short_number, value_axis
+from ..record.curves import Axis, downsample, linear_ticks, short_number, value_axis
 
 WIDTH, HEIGHT = 1000, 400
 # More would touch each other and hide the line that joins them.

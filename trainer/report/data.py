@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import metrics
+from ..record import metrics
 
 RATE = "_per_s"  # ends the name of the throughput, as in tokens_per_s
 # Where the root of a config says how long a run is.
@@ -22,7 +22,7 @@ _PIPELINE_KEYS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFiles:
     """The content of a run folder; None or empty where a file is absent."""
 
     name: str
@@ -72,7 +72,7 @@ class Run:
         return self.total_steps is not None and self.last_step >= self.total_steps
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunFiles:
     """Reads a run folder; only metrics.jsonl must be there."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> Run:
         )
     others = {kind: folder / metrics.FILES[kind] for kind in ("eval", "test")}
     scores = {k: _rows(file) if file.is_file() else [] for k, file in others.items()}
-    return Run(
+    return RunFiles(
         name=folder.resolve().name,
         train=_rows(path),
         evals=scores["eval"],
@@ -132,12 +132,6 @@ def training_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
         return None
     limit = max(60.0, 20 * float(np.median(waits)))
     return float(waits[waits <= limit].sum())
-
-
-def median_step_seconds(rows: Sequence[dict[str, Any]], start: int) -> float | None:
-    """Returns the median of the recorded step times after step `start`."""
-    seconds = [r["step_s"] for r in rows if "step_s" in r and r["step"] > start]
-    return float(np.median(seconds)) if seconds else None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ from html import escape
 from typing import Any
 
 from ...sharding.text import human_bytes
-from .curves import short_number
-from .data import Run
+from ..record.curves import short_number
+from .data import RunFiles
 from .tables import code, plain_text, section, table
 
 _NUM_LARGEST = 12
@@ -15,7 +15,7 @@ _NUM_LARGEST = 12
 _SAME_CURVE = {"float32": ("1e-6", "1e-4"), "bfloat16": ("5e-3", "5e-2")}
 
 
-def sharding(run: Run) -> str:
+def sharding(run: RunFiles) -> str:
     """Returns the mesh, the totals, the largest arrays and those not sharded at all."""
     if run.sharding is None:
         return ""
@@ -38,7 +38,7 @@ def sharding(run: Run) -> str:
     return section("Mesh and sharding", html)
 
 
-def _precision(run: Run) -> str:
+def _precision(run: RunFiles) -> str:
     """Returns a sentence about what the run's type means for other meshes."""
     dtype = run.config_value("model.compute_dtype")
     if dtype not in _SAME_CURVE:

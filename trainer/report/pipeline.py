@@ -4,8 +4,9 @@ from html import escape
 from typing import Any
 
 from ...sharding.pipeline import Schedule, make, picture
-from .curves import short_number
-from .data import Run, median_step_seconds
+from ..record.curves import short_number
+from ..record.metrics import median_step_seconds
+from .data import RunFiles
 from .tables import code, section, table
 
 # Operations that are drawn, about 350 kB of them; more would make the page slow.
@@ -23,7 +24,7 @@ THEME = {
 }
 
 
-def pipeline(run: Run) -> str:
+def pipeline(run: RunFiles) -> str:
     """Returns the section of the last part of the run; nothing without a pipeline."""
     if run.pipeline is None:
         return ""
@@ -56,7 +57,7 @@ def pipeline(run: Run) -> str:
     )
 
 
-def _measured(run: Run, found: dict[str, Any]) -> list[list[str]]:
+def _measured(run: RunFiles, found: dict[str, Any]) -> list[list[str]]:
     """Returns the measured step time and its bubble, of the steps by this schedule."""
     median = median_step_seconds(run.train, found["start"])
     if median is None:

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from ...sharding.text import human_bytes
-from ..metrics import replace_text
 from ..plan.comparison import compare
 from ..plan.text import seconds_text
-from .curves import short_number
-from .data import Run, median_step_seconds
+from ..record.curves import short_number
+from ..record.metrics import median_step_seconds, replace_text
+from .data import RunFiles
 from .page import page
 from .tables import absent, code, section, table
 
 Bar = tuple[str, str, str, float]  # name, detail, value, share of the whole
 
 
-def forecast(run: Run) -> str:
+def forecast(run: RunFiles) -> str:
     """Returns the forecast of the run's last part beside what was measured, folded."""
     found = run.forecast
     if found is None:
@@ -62,7 +62,7 @@ def plan_parts(document: dict[str, Any]) -> str:
     return "".join(blocks)
 
 
-def _against(run: Run, found: dict[str, Any]) -> str:
+def _against(run: RunFiles, found: dict[str, Any]) -> str:
     """Returns forecast and measured side by side; before the end, what is known."""
     memory = found["plan"]["memory"]["peak"]
     measured = found.get("measured") or {

@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from ..progress import duration
-from .curves import short_number
-from .data import RATE, Run, columns, training_seconds
+from ..record.curves import short_number
+from ..record.progress import duration
+from .data import RATE, RunFiles, columns, training_seconds
 
 Figure = tuple[str, str, str]  # name, value, note
 _NUM_LAST = 50
 _MAX_HELD_OUT = 3
 
 
-def header(run: Run) -> str:
+def header(run: RunFiles) -> str:
     """Returns the name, the state, what needs attention, and the figures."""
     step, total = run.last_step, run.total_steps
     if run.is_complete:
@@ -37,7 +37,7 @@ def header(run: Run) -> str:
     )
 
 
-def _warning(run: Run) -> str:
+def _warning(run: RunFiles) -> str:
     steps, loss = columns(run.train).get("loss", (np.array([]), np.array([])))
     bad = steps[~np.isfinite(loss)]
     if len(bad) == 0:
@@ -49,7 +49,7 @@ def _warning(run: Run) -> str:
     )
 
 
-def _training(run: Run) -> list[Figure]:
+def _training(run: RunFiles) -> list[Figure]:
     """Returns the loss at the end: a mean, because single batches differ."""
     found = columns(run.train).get("loss")
     if found is None:
@@ -81,7 +81,7 @@ def _scores(rows: list[dict[str, Any]], loss: str, split: str) -> list[Figure]:
     return figures[:_MAX_HELD_OUT]
 
 
-def _speed(run: Run) -> list[Figure]:
+def _speed(run: RunFiles) -> list[Figure]:
     found, train = [], columns(run.train)
     for name in train:
         if name.endswith(RATE):

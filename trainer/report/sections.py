@@ -6,9 +6,9 @@ from html import escape
 
 import numpy as np
 
+from ..record.curves import rolling_mean
 from .charts import Chart, Curve, render
-from .curves import rolling_mean
-from .data import RATE, Run, columns
+from .data import RATE, RunFiles, columns
 from .tables import absent, code, plain_text, section, table
 
 _TITLES = {
@@ -20,7 +20,7 @@ _TITLES = {
 _FROM_ZERO = ("learning_rate", "grad_norm", "step_s")
 
 
-def curves(run: Run) -> str:
+def curves(run: RunFiles) -> str:
     """Returns all charts: the loss first, then the evaluation, then the rest."""
     if not run.train:
         return section("Curves", absent("No step was recorded yet."))
@@ -61,7 +61,7 @@ def curves(run: Run) -> str:
     return section("Curves", html)
 
 
-def _step_time(run: Run) -> tuple[Curve, ...]:
+def _step_time(run: RunFiles) -> tuple[Curve, ...]:
     """Returns the step time and, for steps by a pipeline, the part that is bubble.
 
     Without a pipeline it is the throughput turned over, which needs no second chart.
@@ -105,7 +105,7 @@ def _with_mean(label: str, steps: np.ndarray, values: np.ndarray) -> tuple[Curve
     )  # fmt: skip
 
 
-def configuration(run: Run) -> str:
+def configuration(run: RunFiles) -> str:
     """Returns every value with its origin, at first only what is not a default."""
     html = ""
     if run.config is not None:
@@ -131,7 +131,7 @@ def configuration(run: Run) -> str:
     return section("Configuration", html) if html else ""
 
 
-def environment(run: Run) -> str:
+def environment(run: RunFiles) -> str:
     if run.environment is None:
         return ""
     rows = [
@@ -140,7 +140,7 @@ def environment(run: Run) -> str:
     return section("Environment", table(["Name", "Value"], rows))
 
 
-def sample(run: Run) -> str:
+def sample(run: RunFiles) -> str:
     if run.sample is None:
         return ""
     return section("Sample", f"<pre>{escape(run.sample)}</pre>")

@@ -3,9 +3,9 @@
 import datetime
 from pathlib import Path
 
-from ..metrics import replace_text
+from ..record.metrics import replace_text
 from . import sections
-from .data import Run, read_run
+from .data import RunFiles, read_run
 from .layout import sharding
 from .page import page
 from .pipeline import pipeline
@@ -41,7 +41,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     return output
 
 
-def _footer(run: Run, now: datetime.datetime) -> str:
+def _footer(run: RunFiles, now: datetime.datetime) -> str:
     missing = ""
     if run.missing:
         missing = f"<p>Not in this run folder: {', '.join(run.missing)}.</p>"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..hardware import Target
+from ...program.hardware import Target
 from .gpu_targets import CHIPS, target_config
 
 # With no GPU to try products on, XLA takes for its own kernels the first tiling there

@@ -8,7 +8,7 @@ multiprocessor), and of the white papers "NVIDIA H100 Tensor Core GPU Architectu
 
 import dataclasses
 
-from ..hardware import Device
+from ...program.hardware import Device
 
 _KIB, _MIB = 2**10, 2**20
 # Equal for both: threads of a block and a warp, registers, sizes of a grid.

@@ -16,8 +16,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ....sharding import hlo, hlo_text
-from ..hardware import Target
+from ....sharding import hlo
+from ....sharding.hlo import text as hlo_text
+from ...program.hardware import Target
 from .walk import Walk
 from .wires import Wires
 

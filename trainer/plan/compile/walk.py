@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ....sharding import hlo
-from ....sharding.hlo_async import Placed, pairs, place
-from ....sharding.hlo_text import Instruction, Module
-from ....sharding.hlo_work import Reader, Work
-from ..hardware import Target
+from ....sharding.hlo.overlap import Placed, pairs, place
+from ....sharding.hlo.text import Instruction, Module
+from ....sharding.hlo.work import Reader, Work
+from ...program.hardware import Target
 from .wires import Taken, Wires
 
 COMPUTE, MEMORY = "compute", "memory"
@@ -181,7 +181,7 @@ class Walk:
                 raise ValueError(
                     f"HLO computation {owner} runs {some[0].found.kind} {name}, but no "
                     "loop, branch, fusion or asynchronous call leads there, so its "
-                    "time is not known. Who calls it must be read in hlo_async.py"
+                    "time is not known. Who calls it must be read in hlo/overlap.py"
                 )
 
     def taken(self, key: Key) -> Taken:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....sharding.hlo_collectives import UNKNOWN_AXES, Found, mesh_axes
-from ..hardware import Target
+from ....sharding.hlo.collectives import UNKNOWN_AXES, Found, mesh_axes
+from ...program.hardware import Target
 from ..roofline import links
 from ..traffic import Transfer
 

@@ -16,7 +16,8 @@ import numpy as np
 from jax.experimental import topologies
 
 from ....sharding import audit, hlo
-from ...setup import prepare
+from ...run.prepare import prepare
+from ..choosing import choose_here
 
 # Attention as one kernel: cuDNN's, or one written for TPUs.
 ATTENTION_KERNELS = ('"__cudnn$fmha', '"tpu_custom_call"')
@@ -59,9 +60,9 @@ def main(job: Path, dump: Path) -> None:
         sample_prompt=None,
     )
     found = topologies.get_topology_desc(**facts["topology"])
-    setup = prepare(config, found.devices)
+    prepared = prepare(config, found.devices, choose=choose_here)
     begin = time.perf_counter()
-    compiled = setup.compile()
+    compiled = prepared.compile()
     seconds = time.perf_counter() - begin
     # libtpu writes ".after_optimizations", XLA for GPUs "_gpu_after_optimizations".
     (program,) = dump.glob("*jit_train_step*after_optimizations.txt")
@@ -69,7 +70,10 @@ def main(job: Path, dump: Path) -> None:
     job.with_suffix(".hlo").write_text(text)
     # GPUs run one program; only TPU slices each have their own.
     dcn = config.mesh.dcn if "num_slices" in facts["topology"] else None
-    memory, collectives = compiled.memory_analysis(), audit(text, setup.mesh, dcn=dcn)
+    memory, collectives = (
+        compiled.memory_analysis(),
+        audit(text, prepared.mesh, dcn=dcn),
+    )
     totals = collectives.by_kind_and_axes()
     sources: dict[tuple[str, tuple[str, ...], str], int] = {}
     for one in collectives.collectives:

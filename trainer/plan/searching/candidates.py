@@ -24,12 +24,12 @@ from ....sharding.mesh import AXES
 from ....sharding.pipeline.simulate import GATHERS
 from ....sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from ....sharding.resolve import Indivisible
-from ...pipelining import Pipelining
-from ..case import Case, make_case
-from ..hardware import Target
+from ...program.hardware import Target
+from ...program.pipelining import Pipelining
+from ..scenario import Case, make_case
 
 if TYPE_CHECKING:
-    from ...train import Config
+    from ...run.train import Config
 
 REMATS: tuple[Remat, ...] = get_args(Remat)
 SEARCHED = ("pipe", "data", "fsdp", "tensor")

@@ -11,7 +11,7 @@ from ...config import tree as config_tree
 from ...config.text import GinText
 
 if TYPE_CHECKING:
-    from ...train import Config
+    from ...run.train import Config
 
 
 # Written also where the base has the same, so that a change of it changes nothing here.

@@ -6,16 +6,17 @@ weak    the same batch for each device as on the target: a step takes as long
 
 import dataclasses
 import fractions
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from ..hardware import Target, parse_target, sizes_of
+from ...program.hardware import Target, parse_target, sizes_of
 from ..predict import Plan
 from .searching import Candidate, Progress, Search, search
 
 if TYPE_CHECKING:
-    from ...train import Config
+    from ...run.train import Config
 
 Kind = Literal["strong", "weak"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 LEAST, MOST = 8, 4096
 
 

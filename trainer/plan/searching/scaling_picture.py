@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from ....sharding.pipeline.picture import FONT, INK, PAPER, RULE, SHADES, SOFT
-from ...report.curves import Axis, value_axis
+from ...record.curves import Axis, value_axis
 from ..text import seconds_text
 from .scaling import Kind, Point
 

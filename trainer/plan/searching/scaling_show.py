@@ -1,19 +1,18 @@
-"""`meshloom plan --scale` as text, JSON and a picture."""
+"""`meshloom plan --scale` as text and JSON."""
 
 import json
-import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....sharding.text import align
-from ..hardware import parse_target
-from ..show import DOES_NOT_FIT
+from ...program.hardware import Target
 from ..text import bar, print_styled, seconds_text
 from .reasons import why_not
 from .scaling import Kind, Point, scaling
-from .scaling_picture import svg
-from .show import Ticker, load, tokens_a_second
+from .show import Ticker, tokens_a_second
+
+if TYPE_CHECKING:
+    from ...run.train import Config
 
 WIDTH = 20
 TITLES: dict[Kind, str] = {
@@ -22,30 +21,34 @@ TITLES: dict[Kind, str] = {
 }
 
 
-def show(args: Namespace) -> int | None:
-    """Prints the tables of the flags; the exit status says whether anything fits."""
-    config, target = load(args), parse_target(args.target)
-    batch = config.batch_size if args.batch is None else args.batch
+def show(
+    config: "Config",
+    target: Target,
+    kinds: Sequence[Kind],
+    *,
+    batch: int | None = None,
+    as_json: bool = False,
+) -> dict[Kind, list[Point]]:
+    """Prints and returns how the best plan scales, in each of the kinds.
+
+    Args:
+      batch: batch_size instead of the config's; for "weak" that of the target.
+    """
+    batch = config.batch_size if batch is None else batch
     with Ticker() as ticker:
         found: dict[Kind, list[Point]] = {
             kind: scaling(config, target, kind, batch=batch, progress=ticker)
-            for kind in TITLES
-            if args.scale in (kind, "both")
+            for kind in kinds
         }
-    if args.json:
+    if as_json:
         print(
             json.dumps({k: [_json(p) for p in v] for k, v in found.items()}, indent=1)
         )
-    else:
-        for kind, points in found.items():
-            title = TITLES[kind].format(batch, target.name)
-            print_styled(f"{title}\n{table(points)}\n")
-    if args.svg is not None:
-        name = (args.config or ["default"])[-1]
-        args.svg.write_text(svg(found, f"{name} on {target.device.name}"))
-        print(f"Wrote {args.svg}", file=sys.stderr)
-    fits = any(p.plan is not None for points in found.values() for p in points)
-    return None if fits else DOES_NOT_FIT
+        return found
+    for kind, points in found.items():
+        title = TITLES[kind].format(batch, target.name)
+        print_styled(f"{title}\n{table(points)}\n")
+    return found
 
 
 def table(points: Sequence[Point]) -> str:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ..case import make_case
-from ..hardware import Target, parse_target
+from ...program.hardware import Target, parse_target
 from ..memory import state_parts
 from ..predict import Plan
+from ..scenario import make_case
 from .candidates import Choice, all_choices
 
 if TYPE_CHECKING:
-    from ...train import Config
+    from ...run.train import Config
 
 Progress = Callable[[int, int], None]  # plans looked at, of which fit
 

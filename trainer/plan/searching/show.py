@@ -1,80 +1,83 @@
 """`meshloom plan --search` and `--smallest` as text and JSON."""
 
 import json
-import shlex
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.text import align, human_bytes
-from ..hardware import Target, parse_target
+from ...program.hardware import Target
 from ..predict import Plan
-from ..show import DOES_NOT_FIT
 from ..text import print_styled, seconds_text
-from .chosen_config import write
 from .finalists import Finalist, compile_finalist, table
 from .reasons import reasons, why_not
 from .searching import Candidate, Search, search
 from .smallest import in_words, smallest
 
 if TYPE_CHECKING:
-    from ...train import Config
+    from ...run.train import Config
 
 TOP, PARTS_SHOWN = 5, 3
 
 
-def show(args: Namespace) -> int | None:
-    """Searches as the flags say; the exit status says whether anything fits."""
-    config, target = load(args), parse_target(args.target)
-    if args.smallest:
-        return show_smallest(args, config, target)
+def show(
+    config: "Config",
+    target: Target,
+    *,
+    batch: int | None = None,
+    top: int = TOP,
+    compiles: bool = False,
+    as_json: bool = False,
+) -> Search:
+    """Searches, prints the best plans and returns all that was found.
+
+    Args:
+      batch: batch_size instead of the config's.
+      top: how many plans are shown.
+      compiles: compiles these for the target too.
+    """
     with Ticker() as ticker:
-        found = search(config, target, batch=args.batch, progress=ticker)
+        found = search(config, target, batch=batch, progress=ticker)
     if found.best is None:
-        return _nothing_fits(args, found)
-    chosen = found.finalists(args.top or TOP)
+        _show_nothing_fits(found, as_json)
+        return found
+    chosen = found.finalists(top)
     plans = [found.plan(c) for c in chosen]
     compiled: list[Finalist] = []
-    if not args.json:
+    if not as_json:
         print_styled(f"{counted(found)}\n\n{best_table(found, chosen)}")
         print_styled("\n".join(["\nWhy others lost", *_lines(reasons(found))]))
-    if args.compile:
+    if compiles:
         for number, plan in enumerate(plans, 1):
             words = f"Compiling {number} of {len(plans)}: {plan.case.spec}"
             print(words, file=sys.stderr, flush=True)
             compiled.append(compile_finalist(plan))
-    if args.json:
+    if as_json:
         print(json.dumps(_json(found, plans, compiled), indent=1))
     elif compiled:
         print_styled(f"\n{table(compiled)}")
-    if args.write is not None:
-        _write(args, found)
-    return None
+    return found
 
 
-def load(args: Namespace) -> "Config":
-    import jax
-
-    from ...commands import actions as commands
-
-    # Shapes need no accelerator; taking one here would keep a training from it.
-    jax.config.update("jax_platforms", "cpu")
-    return commands.load_config(args)
-
-
-def show_smallest(args: Namespace, config: "Config", target: Target) -> int | None:
+def show_smallest(
+    config: "Config",
+    target: Target,
+    *,
+    batch: int | None = None,
+    as_json: bool = False,
+) -> Search | None:
+    """Prints and returns the best plan on the fewest devices; None if none will do."""
     with Ticker() as ticker:
-        found = smallest(config, target, batch=args.batch, progress=ticker)
+        found = smallest(config, target, batch=batch, progress=ticker)
     if found is None or found.best is None:
         print_styled(in_words(None, target))
-        return DOES_NOT_FIT
-    if args.json:
-        print(json.dumps(_json(found, [found.plan(found.best)], []), indent=1))
         return None
-    print_styled(f"{in_words(found, target)}\n\n{best_table(found, [found.best])}")
-    return None
+    if as_json:
+        print(json.dumps(_json(found, [found.plan(found.best)], []), indent=1))
+    else:
+        print_styled(f"{in_words(found, target)}\n\n{best_table(found, [found.best])}")
+    return found
 
 
 def counted(found: Search) -> str:
@@ -126,7 +129,7 @@ def _lines(items: Sequence[Any]) -> list[str]:
     return [f"  {item}" for item in items]
 
 
-def _nothing_fits(args: Namespace, found: Search) -> int:
+def _show_nothing_fits(found: Search, as_json: bool) -> None:
     if not found.candidates:
         num, rows = found.target.num_devices, found.config.batch_size
         raise ValueError(
@@ -138,12 +141,12 @@ def _nothing_fits(args: Namespace, found: Search) -> int:
     with Ticker() as ticker:
         num = found.target.num_devices
         least = smallest(found.config, found.target, more_than=num, progress=ticker)
-    if args.json:
+    if as_json:
         document = _json(found, [], [])
         document["leanest"] = lean.to_json()
         document["smallest"] = least and least.target.name
         print(json.dumps(document, indent=1))
-        return DOES_NOT_FIT
+        return
     over = human_bytes(lean.memory.peak - lean.target.device.usable)
     lines = [
         counted(found),
@@ -153,7 +156,6 @@ def _nothing_fits(args: Namespace, found: Search) -> int:
         in_words(least, found.target),
     ]
     print_styled("\n".join(lines))
-    return DOES_NOT_FIT
 
 
 def _json(
@@ -191,28 +193,6 @@ def _schedule(plan: Plan) -> dict[str, Any]:
         return {"schedule": None, "num_chunks": None}
     schedule = plan.case.pipeline.schedule
     return {"schedule": schedule.name, "num_chunks": schedule.num_chunks}
-
-
-def _write(args: Namespace, found: Search) -> None:
-    number = args.pick or 1
-    chosen = found.finalists(number)
-    if number > len(chosen):
-        raise ValueError(
-            f"--pick {number}: the config fits on {len(chosen)} meshes. Pick one of "
-            "these."
-        )
-    candidate = chosen[-1]
-    plan, names = found.plan(candidate), args.config or ["default"]
-    words = shlex.join(["--config", names[0], "--target", found.target.name])
-    share = plan.memory.peak / plan.target.device.usable
-    about = (
-        f"Number {number} of meshloom plan {words} --search: a step of "
-        f"{seconds_text(plan.roofline.step)},\n{share:.0%} of the memory of "
-        f"{found.target.num_devices} devices.\n"
-        f"  meshloom train --config {args.write}"
-    )
-    write(args.write, candidate.choice.of(found.config), names, about)
-    print(f"Wrote {args.write}", file=sys.stderr)
 
 
 class Ticker:

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from ..hardware import Target, sizes_of
+from ...program.hardware import Target, sizes_of
 from .searching import Progress, Search, search
 
 if TYPE_CHECKING:
-    from ...train import Config
+    from ...run.train import Config
 
 
 def smallest(

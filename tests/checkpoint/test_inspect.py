@@ -1,0 +1,112 @@
+"""`meshloom ckpt`: what lies in a checkpoint, whether it is whole, how two differ."""
+
+import json
+import shutil
+import struct
+
+import numpy as np
+import pytest
+from test_restore import DAMAGES
+from tiny_runs import command, main, refused, train
+
+from meshloom.trainer.checkpoint import inspect
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 8 steps on a mesh, saved at 4 and 8."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert main([*train(folder), "--steps", "8", "--mesh", "fsdp=2,data=4"]) == 0
+    return folder
+
+
+def ckpt(capfd, *argv) -> tuple[int, str]:
+    capfd.readouterr()
+    status = main(["ckpt", *map(str, argv)])
+    return status, capfd.readouterr().out
+
+
+def test_ls_shows_what_counts_and_what_does_not(run, tmp_path, capfd):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / "checkpoints" / "12").mkdir()
+    status, output = ckpt(capfd, "ls", folder)
+    assert status == 0
+    rows = [line.split()[:2] for line in output.splitlines()[1:]]
+    assert rows == [["4", "committed"], ["8", "committed"], ["12", "not"]]
+    assert "data=4, fsdp=2" in output
+
+
+def test_inspect_shows_arrays_and_origin(run, capfd):
+    status, output = ckpt(capfd, "inspect", run, "--step", "4")
+    assert status == 0
+    (line,) = [x for x in output.splitlines() if x.startswith("params/embedding ")]
+    assert line.split()[1:5] == ["64x32", "float32", "8.0", "KiB"]
+    assert "next example" in output and " 64\n" in output  # 4 steps of 16
+
+
+def test_whole_checkpoints_are_verified(run, capfd):
+    status, output = ckpt(capfd, "verify", run)
+    assert status == 0
+    assert output == "step 4: 33 arrays as saved\nstep 8: 33 arrays as saved\n"
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found(name, run, tmp_path, capfd):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    DAMAGES[name](folder / "checkpoints" / "8")
+    # As a process: reads that tensorstore's threads give up end in noise of their own.
+    found = command("ckpt", "verify", str(folder))
+    assert found.returncode == 1, found.stderr
+    assert found.stdout.startswith("step 4: 33 arrays as saved\nstep 8: damaged\n  ")
+    assert ckpt(capfd, "verify", folder / "checkpoints" / "4")[0] == 0
+
+
+def test_diff_leaf_by_leaf(run, capfd):
+    status, output = ckpt(capfd, "diff", run, run)
+    assert (status, output) == (0, "No difference.\n")
+    status, output = ckpt(capfd, "diff", run, run, "--step", "4")
+    assert status == 1
+    assert "~ step: largest difference 4\n" in output
+    assert len(output.splitlines()) == 33
+
+
+def test_export_is_a_safetensors_file(run, tmp_path, capfd):
+    file = tmp_path / "weights.safetensors"
+    status, output = ckpt(capfd, "export", run, "--output", file)
+    assert (status, output) == (0, f"10 arrays of step 8 written to {file}\n")
+    found = read_safetensors(file)
+    stored = inspect.Stored.find(run)
+    for path, array in stored.arrays():
+        if path.startswith("params/"):
+            name = path.removeprefix("params/")
+            np.testing.assert_array_equal(found.pop(name), array)
+    assert not found and not list(tmp_path.glob("*.part"))
+    assert ckpt(capfd, "export", run, "--all", "--output", file)[0] == 0
+    assert len(read_safetensors(file)) == 33
+
+
+def read_safetensors(file) -> dict[str, np.ndarray]:
+    """By the format's own words: length, JSON with offsets, bytes."""
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    assert length % 8 == 0
+    head, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    assert head.pop("__metadata__") == {"step": "8"}
+    arrays = {}
+    for name, about in head.items():
+        start, stop = about["data_offsets"]
+        dtype = {"F32": np.float32, "I32": np.int32}[about["dtype"]]
+        arrays[name] = np.frombuffer(data[start:stop], dtype).reshape(about["shape"])
+    assert max(about["data_offsets"][1] for about in head.values()) == len(data)
+    return arrays
+
+
+def test_wrong_places_and_steps(run, tmp_path, capfd):
+    assert "holds no committed checkpoint" in refused(
+        capfd, ["ckpt", "ls", str(tmp_path)]
+    )
+    assert "has no committed checkpoint of step 5; it has 4, 8" in refused(
+        capfd, ["ckpt", "inspect", str(run), "--step", "5"]
+    )

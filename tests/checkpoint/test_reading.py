@@ -1,0 +1,125 @@
+"""Checkpoints that cannot be read: corrupt ones, and those that storage withholds."""
+
+import errno
+import shutil
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny_runs import main, sets_of, train
+
+from meshloom.launch.exit_codes import DONE, UNREACHABLE
+from meshloom.sharding import MeshSpec
+from meshloom.trainer.checkpoint import reading
+from meshloom.trainer.checkpoint.manager import STATE, committed_steps
+from meshloom.trainer.job import fault_points
+from meshloom.trainer.program.state import placed
+from meshloom.trainer.record import ledger
+from meshloom.trainer.record.failures import CorruptCheckpoint, Unreadable
+from meshloom.trainer.verify import checkpoint_faults
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a step with a sharded array, and what to read it into."""
+    mesh = MeshSpec(fsdp=8).make()
+    sharding = jax.sharding.NamedSharding(mesh, P("fsdp"))
+    values = jax.random.normal(jax.random.key(0), (64, 1024))
+    tree = {"params": {"table": jax.device_put(values, sharding)}}
+    path = tmp_path_factory.mktemp("saved") / "3"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / STATE, tree)
+    return path, tree, placed(tree, jax.tree.map(lambda x: x.sharding, tree))
+
+
+def test_each_process_reads_its_own_shards_alone(saved):
+    path, tree, target = saved
+    found = reading.read_tree(path / STATE, target)["params"]["table"]
+    assert jnp.array_equal(found, tree["params"]["table"])
+    assert found.sharding.shard_shape(found.shape) == (8, 1024)
+
+
+def lose_the_state(step):
+    shutil.rmtree(step / STATE)
+
+
+def empty_the_index(step):
+    (step / STATE / "manifest.ocdbt").write_bytes(b"")
+
+
+def tear_the_metadata(step):
+    (step / STATE / "_METADATA").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("strike", "error"),
+    [
+        (checkpoint_faults.tear_a_file, CorruptCheckpoint),
+        (checkpoint_faults.lose_a_file, CorruptCheckpoint),
+        (lose_the_state, CorruptCheckpoint),
+        (empty_the_index, CorruptCheckpoint),
+        (tear_the_metadata, CorruptCheckpoint),
+        (checkpoint_faults.make_unreadable, Unreadable),
+        (shutil.rmtree, Unreadable),  # another process has seen it committed
+    ],
+)
+def test_only_what_was_read_and_is_wrong_is_corrupt(
+    saved, tmp_path, capfd, strike, error
+):
+    path, _, target = saved
+    copy = tmp_path / "3"
+    shutil.copytree(path, copy)
+    strike(copy)
+    with pytest.raises(error, match=f"checkpoint {copy}"):
+        reading.read_tree(copy / STATE, target)
+    assert capfd.readouterr().err == ""  # of orbax's other reads
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ECONNRESET, errno.ESTALE])
+def test_an_error_of_the_system_proves_nothing(saved, tmp_path, monkeypatch, code):
+    path, _, target = saved
+    hold = fault_points.Hold("read", 3, 0, 1, str(tmp_path / "held"), errno=code)
+    monkeypatch.setenv(fault_points.VARIABLE, hold.to_json())
+    with pytest.raises(Unreadable) as error:
+        reading.read_tree(path / STATE, target)
+    assert error.value.errno == code
+
+
+def events(folder, kind):
+    rows = ledger.Ledger(folder, is_writer=False).read()
+    return [row["step"] for row in rows if row["event"] == kind]
+
+
+def test_storage_that_fails_is_tried_again_before_an_older_one_is_taken(
+    tmp_path, capfd
+):
+    run = [*train(tmp_path), *sets_of("save_every=4", "eval_batches=0")]
+    assert main([*run, "--steps", "8"]) == DONE
+    on = [*run, "--steps", "12", "--insist"]
+    checkpoints = tmp_path / "checkpoints"
+    checkpoint_faults.make_unreadable(checkpoints / "8")
+    assert main(on) == UNREACHABLE
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"checkpoint {checkpoints / '8'} could not be read by process 0" in line
+    assert "Nothing was changed. Run the same command again" in line
+    assert committed_steps(checkpoints) == [4, 8]
+    assert main(on) == DONE
+    out = capfd.readouterr().out
+    assert f"Set aside as {checkpoints / 'unreadable-8'}" in out
+    assert "Resuming from step 4" in out
+    assert events(tmp_path, "unreadable") == events(tmp_path, "set_aside") == [8]
+    assert committed_steps(checkpoints) == [8, 12]  # of which two are kept
+
+
+def test_where_nothing_can_be_read_nothing_is_set_aside(tmp_path, capfd):
+    run = [*train(tmp_path), *sets_of("save_every=4", "eval_batches=0")]
+    assert main([*run, "--steps", "8"]) == DONE
+    checkpoints = tmp_path / "checkpoints"
+    for step in (4, 8):
+        checkpoint_faults.make_unreadable(checkpoints / str(step))
+    on = [*run, "--steps", "12", "--insist"]
+    assert [main(on) for _ in range(4)] == [UNREACHABLE] * 4
+    assert "No older checkpoint can be read either" in capfd.readouterr().err
+    assert committed_steps(checkpoints) == [4, 8]

@@ -1,0 +1,122 @@
+"""Every shipped config, by shapes alone: no data, no devices."""
+
+import pathlib
+import shlex
+
+import jax
+import pytest
+
+from meshloom.sharding import MeshSpec, parse_plan
+from meshloom.trainer import cli
+from meshloom.trainer.config import files as config_files
+from meshloom.trainer.program import state
+from meshloom.trainer.run import train
+
+# As published, without any padding of the vocabulary.
+PUBLISHED = {
+    "gpt2_124m": 124_439_808,
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+}
+MESHES = {
+    "drill": ["data=8", "fsdp=4,tensor=2"],
+    "default": ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"],
+    "gpt2_124m": ["fsdp=8", "data=4,fsdp=4", "data=2,fsdp=2,tensor=4"],
+    "llama2_7b": ["fsdp=64", "fsdp=16,tensor=4", "data=2,fsdp=16,tensor=2"],
+    "llama3_8b": ["fsdp=64", "fsdp=16,tensor=4", "replica=2,fsdp=32"],
+    "llama3_70b": ["fsdp=64,tensor=4", "fsdp=256", "replica=4,fsdp=32,tensor=8"],
+}
+# Also with the residual stream cut by position, and with both sides of a matrix cut.
+PLANS = ("data+fsdp+tensor", "data+fsdp+tensor+sequence", "data+tensor2d")
+
+
+@pytest.fixture(scope="module")
+def configs():
+    names = config_files.shipped()
+    return {name: config_files.load([name], root=train.Config).config for name in names}
+
+
+def layout(config, mesh: str, plan: str):
+    tx = config.optimizer.make(
+        config.schedule.make(config.num_steps), config.model.axes()
+    )
+    return state.make_layout(
+        config.model, tx, parse_plan(plan), MeshSpec.parse(mesh).abstract()
+    )
+
+
+def test_each_shipped_config_is_tested_here(configs):
+    assert set(configs) == set(MESHES) == {"default", "drill", *PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(configs, name):
+    assert configs[name].model.num_params() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_header_holds_a_command_that_runs_it(name):
+    text = config_files.shipped()[name].read_text()
+    header = text.split("from __gin__")[0].splitlines()
+    command = next(line for line in header if line.startswith("#   meshloom train"))
+    argv = shlex.split(command.removeprefix("#"))[1:]
+    args = cli._parser().parse_args(argv)
+    assert args.config == (None if name == "default" else [name])
+    # What the header promises is a config that loads with these very flags.
+    loaded = config_files.load([name], args.set, root=train.Config)
+    if args.mesh:
+        spec = MeshSpec.parse(args.mesh)
+        config_files.override(loaded, "mesh", spec, "--mesh")
+        assert args.mesh in MESHES[name]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "name, mesh", [(name, mesh) for name in MESHES for mesh in MESHES[name]]
+)
+def test_every_rule_resolves_and_nothing_large_is_whole(configs, name, mesh, plan):
+    config = configs[name]
+    planned = layout(config, mesh, plan)
+    num_params = sum(a.bytes for a in planned.params.arrays)
+    spec = MeshSpec.parse(mesh)
+    if spec.fsdp > 1 or spec.tensor > 1:  # plain data parallel keeps weights whole
+        for array in planned.params.replicated():
+            assert array.bytes < 0.01 * num_params, array.path
+    # AdamW keeps two arrays of the parameters' sizes, cut at least as far.
+    moments = planned.opt_state.bytes_per_device
+    assert moments <= 2 * planned.params.bytes_per_device + 64
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_batch_can_be_cut(configs, name):
+    config = configs[name]
+    assert config.batch_size % (config.num_microbatches or 1) == 0
+    for mesh in MESHES[name]:
+        spec = MeshSpec.parse(mesh)
+        ways = spec.replica * spec.data * spec.fsdp
+        assert config.batch_size % ways == 0, mesh
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_data_and_model_agree(configs, name):
+    config = configs[name]
+    assert config.data.length <= config.model.max_length
+    batch = dict.fromkeys(
+        ("inputs", "targets"),
+        jax.ShapeDtypeStruct((config.batch_size, config.data.length), "int32"),
+    )
+    config.model.check_batch(batch, {"vocab_size": config.model.vocab_size})
+
+
+def test_what_is_trained_on_a_cpu_computes_in_float32(configs):
+    for name, config in configs.items():
+        expected = "bfloat16" if name in PUBLISHED else "float32"
+        assert config.model.compute_dtype == expected, name
+
+
+def test_configs_hold_gin_alone():
+    folder = pathlib.Path(config_files.__file__).parents[2] / "configs"
+    files = {f.name for f in folder.iterdir() if f.name != "__pycache__"}
+    assert files == {"__init__.py", *(f"{name}.gin" for name in MESHES)}
+    assert (folder / "__init__.py").read_text() == ""

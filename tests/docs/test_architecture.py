@@ -1,0 +1,153 @@
+"""The rules of the layout, checked on the source: who may import whom, and sizes."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+from paths import ROOT
+
+MAY_IMPORT = {
+    "package": set(),  # meshloom itself: its version, and nothing that imports
+    "sharding": set(),
+    "models": {"sharding"},
+    "configs": set(),
+    # launch starts commands of the trainer, which speaks to it by statuses and files.
+    "trainer": {"models", "sharding", "launch"},
+    "launch": set(),
+}
+# The rooms of the trainer: each may import those before it, and none after it.
+TRAINER_ROOMS = (
+    *("config", "data", "program", "record", "job", "checkpoint", "run"),
+    *("verify", "plan", "report", "doctor", "commands"),
+)
+# Packages inside a package.
+ROOMS = {
+    "launch/targets",
+    "sharding/hlo",
+    "sharding/pipeline",
+    "trainer/plan/compile",
+    "trainer/plan/searching",
+    *(f"trainer/{room}" for room in TRAINER_ROOMS),
+}
+CHECKED = (*MAY_IMPORT, "tests", "benchmarks")
+VAGUE = {"utils", "util", "common", "misc", "helpers"}
+MESH_AXES = {"replica", "data", "fsdp", "expert", "context", "tensor", "pipe"}
+
+
+def sources(*packages: str) -> list[pathlib.Path]:
+    return [path for p in packages for path in sorted((ROOT / p).glob("**/*.py"))]
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """Full names of absolute imports, and sibling packages as "..name"."""
+    found = set()
+    depth = len(path.relative_to(ROOT).parts)  # 2 in a package, 3 in a room of its own
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level >= depth:
+            names = [node.module] if node.module else [a.name for a in node.names]
+            dots = "." * (node.level - depth + 2)
+            found |= {f"{dots}{name.split('.')[0]}" for name in names}
+    return found
+
+
+def roots(path: pathlib.Path) -> set[str]:
+    return {n.split(".")[0] for n in imports(path) if not n.startswith(".")}
+
+
+def users(of: str, *packages: str) -> set[str]:
+    return {str(p.relative_to(ROOT)) for p in sources(*packages) if of in roots(p)}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package):
+    assert sources(package), package
+    allowed = {f"..{name}" for name in MAY_IMPORT[package]}
+    for path in sources(package):
+        siblings = {name for name in imports(path) if name.startswith("..")}
+        assert siblings <= allowed, (
+            f"{path.relative_to(ROOT)} imports {siblings - allowed}"
+        )
+
+
+def test_the_library_imports_itself_relatively():
+    # An absolute import would work, but pyright could not follow it by path.
+    assert users("meshloom", *MAY_IMPORT) == set()
+
+
+def test_nobody_imports_a_bare_directory():
+    # `import sharding` works from the checkout and nowhere else, and would load a
+    # second copy of the module.
+    for path in sources(*CHECKED):
+        bare = roots(path) & {*MAY_IMPORT}
+        assert not bare, f"{path.relative_to(ROOT)}: write meshloom.{bare.pop()}"
+
+
+def test_sharding_needs_jax_and_nothing_else():
+    allowed = {"jax", "numpy", *sys.stdlib_module_names}
+    for path in sources("sharding"):
+        others = roots(path) - allowed
+        assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+def test_models_need_no_trainer_library():
+    allowed = {"jax", "numpy", "flax", *sys.stdlib_module_names}
+    for path in sources("models"):
+        others = roots(path) - allowed
+        assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+def test_the_package_imports_nothing():
+    # Or importing one part would bring the libraries of another.
+    assert [imports(path) for path in sources("package")] == [set()]
+
+
+def test_the_launcher_lives_without_jax():
+    # It must outlive what kills a jax process.
+    for path in sources("launch", "configs"):
+        others = roots(path) - {*sys.stdlib_module_names}
+        assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+def test_one_file_knows_gin():
+    assert users("gin", *MAY_IMPORT) == {"trainer/config/files.py"}
+
+
+def test_nobody_reaches_into_jax():
+    for path in sources(*CHECKED):
+        private = {n for n in imports(path) if f"{n}.".startswith("jax._src.")}
+        assert not private, f"{path.relative_to(ROOT)} imports {private}"
+
+
+def strings(path: pathlib.Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def test_models_name_logical_axes_only():
+    for path in sources("models"):
+        named = strings(path) & MESH_AXES
+        assert not named, f"{path.relative_to(ROOT)} names mesh axes {named}"
+
+
+def test_each_directory_is_one_package_and_its_rooms_are_known():
+    for package in MAY_IMPORT:
+        folders = {str(p.parent.relative_to(ROOT)) for p in sources(package)}
+        assert folders <= {package, *ROOMS}, folders
+        assert all((ROOT / f / "__init__.py").exists() for f in folders)
+
+
+def test_files_are_short_and_their_names_say_something():
+    for path in sources(*CHECKED):
+        num_lines = len(path.read_text().splitlines())
+        name = path.relative_to(ROOT)
+        assert num_lines <= 400, f"{name} has {num_lines} lines; split it"
+        assert path.stem not in VAGUE, f"{name}: name what it is about"

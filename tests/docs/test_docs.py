@@ -1,0 +1,169 @@
+"""Every command that README and docs show is run, in the order of the page."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import npz_rows
+import pytest
+import short_runs
+from paths import ROOT
+from test_docs_sharding import JAX_ONLY
+
+from meshloom.sharding.pipeline import schedule
+from meshloom.sharding.pipeline.picture import svg
+
+PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+TIME_LIMIT = 240
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> pathlib.Path:
+    """A folder that looks like the checkout, so that runs/ stays out of it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    names = ["docs", "benchmarks", "README.md", "Makefile"]
+    for name in (*names, "pyproject.toml", "constraints.txt"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run(script: str, folder: pathlib.Path) -> str:
+    # Without what make tells the makes below it, where make runs these tests.
+    told = ("MAKE", "ARGS", "WORKERS")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(told)}
+    env["PATH"] = f"{pathlib.Path(sys.executable).parent}:{env['PATH']}"
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIME_LIMIT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, f"{script}\n{output}"
+    return output
+
+
+def shorten(script: str) -> str:
+    """`make train` and `make test` take minutes, and make calls the tests: they are
+    shown to stand for what the next test runs.
+    """
+    return re.sub(r"^make (\w+)$", r"make -n \1 > /dev/null", script, flags=re.M)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")])
+def test_commands_of_the_page_run(page, checkout):
+    if page == "docs/report.md":
+        run("meshloom train --steps 21 --set eval_batches=1", checkout)
+    outputs = [run(shorten(script), checkout) for script in blocks(page, "bash")]
+    if page == "docs/training.md":  # what the page says of it
+        assert "Resuming from step 3" in outputs[1]
+    shutil.rmtree(checkout / "runs", ignore_errors=True)
+
+
+def test_make_train_is_the_default_training():
+    output = run("make -n train", ROOT)
+    assert output.strip().splitlines()[-1].endswith("meshloom train")
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES[1:]:
+        assert f"]({page})" in readme, page
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+def test_python_of_the_models_page_trains(tmp_path):
+    """The example model is a model: it trains on a mesh that cuts it."""
+    source, more = blocks("docs/models.md", "python")
+    check = """
+import numpy as np
+from meshloom.sharding import MeshSpec, Sharder, parse_plan, resolve
+
+model = Linear(num_features=8, num_classes=4)
+params = model.init(jax.random.key(0))
+mesh = MeshSpec(fsdp=2, tensor=2).make(jax.devices()[:4])
+rules = parse_plan("data+fsdp+tensor")
+resolved = resolve(params, rules, mesh, axes=model.axes())
+params = jax.device_put(params, resolved.shardings(mesh))
+assert resolved.arrays[0].ways == 4
+batch = {"x": np.eye(8, dtype=np.float32), "label": np.arange(8) % 4}
+model.check_batch(batch, {})
+
+def mean(params, shard):
+    total, weight, _ = model.loss(params, batch, shard)
+    return total / weight
+
+cut = jax.jit(lambda p: mean(p, Sharder(mesh, rules)))(params)
+np.testing.assert_allclose(cut, mean(params, Sharder()), rtol=1e-6)
+assert model.model_flops(batch) > 0
+"""
+    namespace: dict = {}
+    exec(source + check, namespace)
+    assert namespace["resolved"].bytes == 8 * 4 * 4
+    exec(more, namespace)
+    model = namespace["Normalized"](num_features=8, num_classes=4)
+    config = npz_rows.config(npz_rows.write(tmp_path / "rows.npz"), model=model)
+    prepared = short_runs.prepare(config, "fsdp=2,tensor=2")
+    _, losses, state = short_runs.run(prepared, prepared.program.step)
+    assert losses[-1] < losses[0]
+    mean = state.variables["mean"]
+    assert mean.addressable_shards[0].data.shape == (4,) and abs(mean).max() > 0
+
+
+def test_python_of_the_data_page_runs(capsys):
+    namespace: dict = {}
+    exec("\n".join(blocks("docs/data.md", "python")), namespace)
+    assert capsys.readouterr().out.startswith("(4, 1) [")
+    jittered = namespace["Jittered"]()
+    batches = [
+        namespace["Batches"](
+            jittered, namespace["Order"](1000, seed=0), 4, None, training
+        )
+        for training in (True, False)
+    ]
+    assert (batches[0][10]["x"] != batches[1][10]["x"]).all()
+    assert (batches[0][10]["y"] == batches[1][10]["y"]).all()
+
+
+def test_python_of_the_pipeline_page_runs_with_jax_alone(tmp_path):
+    (source,) = blocks("docs/pipeline.md", "python")
+    found = subprocess.run(
+        [sys.executable, "-c", JAX_ONLY + source],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},
+    )
+    assert found.returncode == 0, found.stderr
+    assert "up is P('pipe', None, 'tensor')" in found.stdout
+
+
+@pytest.mark.parametrize("name", schedule.NAMES)
+def test_pictures_of_schedules_are_those_the_command_draws(name):
+    picture = (ROOT / "docs" / f"pipeline-{name}.svg").read_text()
+    assert picture.strip() == svg(schedule.make(name, 4, 8)).strip()

@@ -1,0 +1,170 @@
+"""Joining a job: all of its description, or none."""
+
+import socket
+import sys
+
+import jax
+import jobs
+import pytest
+
+from meshloom.launch import rendezvous
+from meshloom.trainer.job import joining
+
+JOB = {
+    "MESHLOOM_COORDINATOR": "127.0.0.1:1234",
+    "MESHLOOM_NUM_PROCESSES": "1",
+    "MESHLOOM_PROCESS_ID": "0",
+}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The calls of jax.joining.initialize, none of which is made; nobody is met."""
+    calls = []
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **kw: calls.append((args, kw))
+    )
+    monkeypatch.setattr(rendezvous, "meet", lambda place, host, bind, has_gpus: (host,))
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def describe(monkeypatch, job):
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_no_description_is_no_job(joined):
+    joining.initialize()
+    assert joined == []
+
+
+@pytest.mark.parametrize("missing", JOB)
+def test_half_a_description_is_an_error(joined, monkeypatch, missing):
+    job = JOB | {"MESHLOOM_NUM_PROCESSES": "2"}
+    describe(monkeypatch, {k: v for k, v in job.items() if k != missing})
+    with pytest.raises(ValueError, match=f"{missing} is not set.*or none"):
+        joining.initialize()
+    assert joined == []
+
+
+@pytest.mark.parametrize("name", ["MESHLOOM_NUM_PROCESSES", "MESHLOOM_PROCESS_ID"])
+@pytest.mark.parametrize("value", ["two", "-1", ""])
+def test_numbers_must_be_numbers(joined, monkeypatch, name, value):
+    describe(monkeypatch, JOB | {name: value})
+    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
+        joining.initialize()
+    assert joined == []
+
+
+def test_joins_the_job_described(joined, monkeypatch):
+    describe(monkeypatch, JOB)
+    joining.initialize()
+    ((args, settings),) = joined
+    assert args == ("127.0.0.1:1234", 1, 0)
+    # Not at all addresses of this machine, as jax does by itself.
+    assert settings["coordinator_bind_address"] == "127.0.0.1:1234"
+
+
+def test_another_number_of_processes_than_promised(joined, monkeypatch):
+    describe(monkeypatch, JOB | {"MESHLOOM_NUM_PROCESSES": "2"})
+    with pytest.raises(ValueError, match="expected 2 processes, got 1"):
+        joining.initialize()
+
+
+MEETING = """
+import os, time
+from meshloom.launch.exit_codes import Unreachable
+from meshloom.trainer.job import joining
+
+joining.initialize()
+if os.environ["MESHLOOM_PROCESS_ID"] == "1":
+    time.sleep(6)
+    os._exit(0)
+try:
+    joining.wait_for_all("the bridge", seconds=1)
+except Unreachable as error:
+    print(error, flush=True)
+time.sleep(2)  # process 0 serves the others, who may have begun to wait after it
+os._exit(0)
+"""
+
+
+@pytest.mark.processes
+def test_a_meeting_names_who_did_not_come():
+    argv = [sys.executable, "-c", MEETING]
+    env = {"JAX_PLATFORMS": "cpu"}
+    first, second, third = jobs.run_job(3, 1, argv, timeout=120, env=env)
+    for process in (first, third):
+        assert (
+            "waited 1 s for all processes of this job at 'the bridge', but process 1 "
+            f"on {socket.gethostname()} did not come."
+        ) in process.stdout, process
+    assert "waited" not in second.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("started", [(0, 2), (1, 2)])
+def test_a_process_that_never_starts_is_named(started, tmp_path):
+    """By all that did, in one line each, and not by an abort of jax."""
+    env = {"JAX_PLATFORMS": "cpu", "MESHLOOM_JOIN_SECONDS": "5"}
+    env |= jobs.job_env(3) | {"MESHLOOM_HOSTS": "localhost,localhost,localhost"}
+    envs = [env | {"MESHLOOM_PROCESS_ID": str(number)} for number in started]
+    argv = [sys.executable, "-m", "meshloom.trainer.cli", "train"]
+    found = jobs.run_processes(envs, 1, [*argv, "--workdir", str(tmp_path / "w")], 60)
+    address = env["MESHLOOM_COORDINATOR"]
+    for process, number in zip(found, started, strict=True):
+        assert (process.status, process.stderr.count("\n")) == (69, 1), process
+        assert f"process {number} of 3 on host {socket.gethostname()}" in process.stdout
+        words = (
+            f"5 s for all 3 processes of this job at {address}, but process 1 on "
+            "localhost did not come"
+            if 0 in started
+            else f"tried for 5 s to reach process 0 at {address}: Connection refused"
+        )
+        assert words in process.stderr
+
+
+LISTENING = """
+import jax, os
+from meshloom.trainer.job import joining
+
+joining.initialize()
+if jax.process_index() == 0:
+    port = int(os.environ["MESHLOOM_COORDINATOR"].split(":")[1])
+    rows = [r.split() for f in ("tcp", "tcp6") for r in open(f"/proc/net/{f}")]
+    print([r[1] for r in rows if r[3] == "0A" and r[1].endswith(f":{port:04X}")])
+joining.wait_for_all("seen")
+"""
+
+
+@pytest.mark.processes
+def test_the_coordinator_listens_at_its_own_address_and_is_reached_directly():
+    argv = [sys.executable, "-c", LISTENING]
+    job = jobs.job_env(2)
+    # A proxy that does not answer, as many clusters have one for the world outside.
+    env = {"JAX_PLATFORMS": "cpu", "http_proxy": "http://127.0.0.1:9"}
+    port = int(job["MESHLOOM_COORDINATOR"].split(":")[1])
+    envs = [job | env | {"MESHLOOM_PROCESS_ID": str(n)} for n in (0, 1)]
+    first, second = jobs.run_processes(envs, 1, argv, timeout=120)
+    assert (first.status, second.status) == (0, 0), (first, second)
+    assert first.stderr == second.stderr == ""
+    # 127.0.0.1, written as an IPv6 address.
+    only = f"['0000000000000000FFFF00000100007F:{port:04X}']"
+    assert only in first.stdout, first.stdout
+
+
+def test_a_host_whose_own_name_has_no_address(joined, monkeypatch):
+    """What jax 0.10.2 says in a UTS namespace whose host name is in no /etc/hosts."""
+
+    def start():
+        raise RuntimeError(
+            "Unable to initialize backend 'cpu': [enforce fail at external/gloo/gloo/"
+            "transport/tcp/device.cc:99] rv == 0. -2 vs 0"
+        )
+
+    describe(monkeypatch, JOB)
+    monkeypatch.setattr(jax, "process_count", start)
+    with pytest.raises(ValueError, match="the name of this host, .* has no address"):
+        joining.initialize()

@@ -1,0 +1,115 @@
+"""SIGTERM: the first asks a run to save and leave, the second ends it at once."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+from tiny_runs import COMMAND, TINY, main, sets_of
+
+from meshloom.launch.exit_codes import PREEMPTED
+from meshloom.trainer.checkpoint import manager
+from meshloom.trainer.record import ledger, metrics
+
+STEPS = 200
+SETTINGS = sets_of("save_every=0", "eval_batches=0", "log_every=1")
+
+
+def argv(folder) -> list[str]:
+    flags = ["--workdir", str(folder), "--steps", str(STEPS), "--cpu-devices", "8"]
+    return ["train", "--config", TINY, *flags, *SETTINGS]
+
+
+@contextlib.contextmanager
+def started(folder, *program):
+    """A run as a process of its own, past its first steps."""
+    process = subprocess.Popen(
+        [*(program or (COMMAND,)), *argv(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(steps(folder)) < 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def steps(folder) -> list[dict]:
+    rows = ledger.Ledger(folder, is_writer=False).read()
+    return [row for row in rows if row["event"] == "step"]
+
+
+def test_the_first_saves_and_leaves_and_the_run_goes_on_exactly(tmp_path, capfd):
+    straight, struck = tmp_path / "straight", tmp_path / "struck"
+    with started(struck) as process:
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == PREEMPTED, output
+    (step,) = manager.committed_steps(struck / "checkpoints")
+    assert 3 <= step < STEPS
+    assert f"meshloom: told to stop: saved at step {step}. Run the same" in output
+    assert [row["step"] for row in steps(struck)] == list(range(1, step + 1))
+    assert main(argv(struck)) == main(argv(straight)) == 0
+    assert f"Resuming from step {step}" in capfd.readouterr().out
+    losses = [
+        [row["loss"] for row in metrics.read(folder / "metrics.jsonl")]
+        for folder in (struck, straight)
+    ]
+    np.testing.assert_array_equal(*losses)
+
+
+SLOW_SAVE = """
+import sys, time
+from meshloom.trainer.run import hooks
+from meshloom.trainer.cli import main
+
+def save(self, step, state):
+    print("saving", flush=True)
+    time.sleep(100)
+
+hooks.Save.now = save
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_second_ends_a_run_that_is_stuck_while_it_saves(tmp_path):
+    with started(tmp_path, sys.executable, "-c", SLOW_SAVE) as process:
+        process.send_signal(signal.SIGTERM)
+        assert any("saving" in line for line in process.stdout)
+        time.sleep(1.2)  # sooner, it would be the first one again
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "second signal (SIGTERM): ending at once" in output
+
+
+def test_ctrl_c_saves_and_leaves_like_sigterm(tmp_path):
+    with started(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == PREEMPTED, output
+    (step,) = manager.committed_steps(tmp_path / "checkpoints")
+    assert "SIGINT: saving after this step, then leaving; Ctrl-C again" in output
+    assert f"meshloom: told to stop: saved at step {step}. Run the same" in output
+
+
+def test_the_second_ctrl_c_ends_at_once(tmp_path):
+    with started(tmp_path, sys.executable, "-c", SLOW_SAVE) as process:
+        process.send_signal(signal.SIGINT)
+        assert any("saving" in line for line in process.stdout)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT

@@ -1,0 +1,162 @@
+"""Copies of arrays on several devices: equal bit for bit, or the run stops."""
+
+import json
+import re
+import sys
+
+import flipping
+import jax
+import jax.numpy as jnp
+import job_runs
+import numpy as np
+import pytest
+from flipping import flipped
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_manager import make_mesh
+from tiny_runs import TINY, main, refused, sets_of, train
+
+from meshloom.trainer.checkpoint.manager import committed_steps
+from meshloom.trainer.program.state import State
+from meshloom.trainer.run import replica_check
+from meshloom.trainer.run import train as train_lib
+
+SPECS = {
+    "whole": P(),
+    "cut": P("fsdp", None),
+    "cut by two": P(None, ("tensor", "fsdp")),
+    "cut by all": P(("data", "fsdp", "tensor"), None),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(data=2, fsdp=2, tensor=2)
+
+
+def placed(mesh, spec, dtype=jnp.float32):
+    x = jnp.arange(8 * 16).reshape(8, 16).astype(dtype)
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_a_sound_state_has_no_difference(mesh, dtype):
+    tree = {name: placed(mesh, spec, dtype) for name, spec in SPECS.items()}
+    assert replica_check.differences(tree) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "holders"),
+    [("whole", range(8)), ("cut", {4, 5, 0, 1}), ("cut by two", {1, 5})],
+)
+def test_one_bit_of_one_copy_is_found(mesh, name, holders, dtype):
+    """Only in the array and among the devices that hold the same piece as device 5."""
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+    tree = {name: placed(mesh, spec, dtype) for name, spec in SPECS.items()}
+    tree[name] = flipped(tree[name], 5)
+    (found,) = replica_check.differences(tree)
+    assert found.path == name
+    assert {device.id for device in found.digests} == set(holders)
+    odd = {d.id for _, devices in found.groups[1:] for d in devices}
+    if len(holders) > 2:
+        assert odd == {5}
+        assert str(found).startswith(f"{name}: device 5 (process 0) has ")
+    else:
+        assert str(found).endswith("; which is right cannot be told")
+        assert "device 1 (process 0) has " in str(found)
+        assert "device 5 (process 0) has " in str(found)
+
+
+def test_every_group_of_copies_is_looked_at(mesh):
+    tree = {"cut by two": flipped(placed(mesh, SPECS["cut by two"]), 0, 3)}
+    found = replica_check.differences(tree)
+    assert [{d.id for d in one.digests} for one in found] == [{0, 4}, {3, 7}]
+
+
+def test_what_has_no_copies_is_not_digested(mesh, monkeypatch):
+    """An array cut over all devices, and any array on one device."""
+    monkeypatch.setattr(replica_check, "_on_each_device", None)
+    alone = make_mesh()
+    tree = {"a": placed(mesh, SPECS["cut by all"]), "b": placed(alone, P())}
+    assert replica_check.differences(tree) == []
+
+
+def test_the_run_stops_and_leaves_evidence(mesh, tmp_path):
+    x = placed(mesh, P("fsdp", None), "bfloat16")
+    check = replica_check.CheckReplicas(10, tmp_path, sound=3)
+    check(10, State(placed(mesh, P()), {"w": x}, {}))
+    bad = State(placed(mesh, P()), {"w": flipped(x, 6)}, {})
+    with pytest.raises(replica_check.ReplicasDiffer) as error:
+        check(20, bad)
+    first, line = str(error.value).splitlines()
+    assert first == (
+        "at step 20 devices that must hold the same numbers differ, in 1 pieces of "
+        "arrays. They were equal at step 10; a checkpoint saved after it may be wrong. "
+        "Leave out or mend the devices, remove those checkpoints and run again. "
+        f"Evidence: {tmp_path}/replicas-20.json and, of each process, "
+        "replicas-20-0.npz:"
+    )
+    assert re.fullmatch(
+        r"params/w: device 6 \(process 0\) has (\w{16}); devices 2 \(process 0\), "
+        r"3 \(process 0\), 7 \(process 0\) agree on (\w{16})",
+        line,
+    )
+    found = json.loads((tmp_path / "replicas-20.json").read_text())
+    (piece,) = found["pieces"]
+    assert piece["array"] == "params/w" and len(piece["copies"]) == 4
+    assert len({copy["digest"] for copy in piece["copies"]}) == 2
+    with np.load(tmp_path / "replicas-20-0.npz") as copies:
+        assert set(copies) == {f"params/w|{device}" for device in (2, 3, 6, 7)}
+        changed = copies["params/w|6"] ^ copies["params/w|2"]
+    assert np.flatnonzero(changed).tolist() == [2]
+    # What was found is said also where nothing can be written.
+    check.folder = tmp_path / "absent"
+    with pytest.raises(
+        replica_check.ReplicasDiffer, match="it could not be written .*No su"
+    ):
+        check(30, bad)
+
+
+def test_a_run_checks_and_does_not_save_what_differs(tmp_path, monkeypatch, capfd):
+    """A bit of a weight flips in one device's copy after step 6."""
+    assert train_lib.Config.check_replicas_every == 100
+    fault = flipping.at_step(6, lambda: jax.devices()[2])
+    monkeypatch.setattr(replica_check.CheckReplicas, "__call__", fault)
+    argv = ["train", "--config", TINY, "--workdir", str(tmp_path)]
+    flags = ["save_every=3", "eval_batches=0"]
+    assert main([*argv, *sets_of("check_replicas_every=3", *flags)]) == 2
+    error = capfd.readouterr().err
+    assert "at step 6 " in error and "equal at step 3;" in error
+    assert "\nparams/embedding: device 2 (process 0) has " in error
+    assert committed_steps(tmp_path / "checkpoints") == [3]
+    assert (tmp_path / "replicas-6.json").exists()
+    # Without the check nobody notices, and the setting is free to change.
+    assert main([*argv, *sets_of("check_replicas_every=0", *flags)]) == 0
+
+
+@pytest.mark.processes
+def test_copies_of_several_processes(tmp_path):
+    """Sound at steps 5 and 10, then a bit flips in the last process."""
+    config = job_runs.write_config(tmp_path)
+    settings = ("eval_batches=0", "sample_prompt=None", "save_every=5")
+    settings += ("check_replicas_every=5",)
+    layout = job_runs.Layout(2, 2, "data=4", job_runs.HALVES, 1, settings)
+    program = (sys.executable, flipping.__file__)
+    run = job_runs.start(layout, config, tmp_path / "run", program)
+    for process in run.processes:
+        assert process.status == 2, process.stdout + process.stderr
+        assert "at step 15 devices that must hold" in process.stderr
+        assert "They were equal at step 10;" in process.stderr
+        line = next(x for x in process.stderr.splitlines() if x.startswith("params/"))
+        assert re.match(r"params/embedding: device \d+ \(process 1\) has ", line)
+        assert line.count("(process 0)") == 2 and line.count("(process 1)") == 2
+    for process in (0, 1):
+        with np.load(run.workdir / f"replicas-15-{process}.npz") as copies:
+            assert len(copies) == 2
+    assert committed_steps(run.workdir / "checkpoints") == [5, 10]
+
+
+def test_bad_settings(tmp_path, capfd):
+    argv = [*train(tmp_path), *sets_of("check_replicas_every=-1")]
+    assert "check_replicas_every must be at least 0, got -1" in refused(capfd, argv)

@@ -1,0 +1,1 @@
+"""Checkpoints: saved, kept, restored, inspected. See docs/checkpoints.md."""

@@ -1,0 +1,44 @@
+"""What `meshloom train` adds to a run: a forecast of its step, and the report."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ..plan import forecast as forecast_lib
+from ..plan.comparison import compare
+from ..record.run_folder import RunFolder
+from ..report import write_report
+from ..run.prepare import Prepared
+
+
+class Forecasting:
+    """An Observer that says what a step will take, and at the end how right it was."""
+
+    def __init__(self):
+        self._forecast: forecast_lib.Forecast | None = None
+
+    def begins(
+        self, prepared: Prepared, folder: RunFolder, start: int, hosts: Sequence[str]
+    ) -> str:
+        self._forecast = forecast_lib.foretell(prepared, start, hosts)
+        folder.write_json(forecast_lib.FILE, self._forecast.to_json())
+        return self._forecast.line()
+
+    def ended(
+        self, prepared: Prepared, folder: RunFolder
+    ) -> Iterable[tuple[str, Callable[[], Iterable[str]]]]:
+        return (
+            (
+                "compare the forecast with the run",
+                lambda: self._compare(prepared, folder),
+            ),
+            ("write the report", lambda: [f"Report: {write_report(folder.path)}"]),
+        )
+
+    def _compare(self, prepared: Prepared, folder: RunFolder) -> Iterator[str]:
+        """How right the forecast was; where there was none, that has been said."""
+        forecast = self._forecast
+        if forecast is None or forecast.plan is None:
+            return
+        measured = forecast_lib.measure(prepared, folder.path, forecast.start)
+        document = forecast.to_json(measured)
+        folder.write_json(forecast_lib.FILE, document)
+        yield from compare(document)

@@ -1,0 +1,130 @@
+"""`meshloom plan --search`, `--smallest` and `--scale`; see docs/search.md."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..plan import Search
+    from ..run.train import Config
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of looking for a plan instead of showing one."""
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the best mesh, schedule, remat and microbatches for the target",
+    )
+    parser.add_argument(
+        "--top", type=int, metavar="N", help="how many --search shows; default: 5"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.gin", help="write the best as a config"
+    )
+    parser.add_argument(
+        "--pick", type=int, metavar="N", help="write this one of the best; default: 1"
+    )
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="find the fewest devices of the target's kind on which the config trains",
+    )
+    parser.add_argument(
+        "--scale",
+        nargs="?",
+        const="both",
+        choices=("strong", "weak", "both"),
+        help="the best plans from 8 to 4096 devices: the same batch on all (strong), "
+        "the same for each device (weak), or both",
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="write the picture of --scale to a file",
+    )
+
+
+def search(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> bool:
+    """Shows the best plans and writes one if asked to; False if nothing fits.
+
+    Args:
+      names: the configs that `config` was loaded from.
+    """
+    from ..plan import parse_target
+    from ..plan.searching import show
+
+    found = show.show(
+        config,
+        parse_target(args.target),
+        batch=args.batch,
+        top=args.top or show.TOP,
+        compiles=args.compile,
+        as_json=args.json,
+    )
+    if found.best is None:
+        return False
+    if args.write is not None:
+        _write(args.write, found, args.pick or 1, names)
+    return True
+
+
+def smallest(args: argparse.Namespace, config: "Config") -> bool:
+    """Shows the fewest devices on which the config trains; False if none will do."""
+    from ..plan import parse_target
+    from ..plan.searching import show
+
+    target = parse_target(args.target)
+    found = show.show_smallest(config, target, batch=args.batch, as_json=args.json)
+    return found is not None
+
+
+def scale(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> bool:
+    """Shows how the best plan scales, and draws it; False if nothing fits.
+
+    Args:
+      names: the configs that `config` was loaded from.
+    """
+    from ..plan import parse_target
+    from ..plan.searching import scaling_picture, scaling_show
+    from ..plan.searching.scaling import KINDS
+
+    target = parse_target(args.target)
+    kinds = KINDS if args.scale == "both" else (args.scale,)
+    found = scaling_show.show(
+        config, target, kinds, batch=args.batch, as_json=args.json
+    )
+    if args.svg is not None:
+        title = f"{names[-1]} on {target.device.name}"
+        args.svg.write_text(scaling_picture.svg(found, title))
+        print(f"Wrote {args.svg}", file=sys.stderr)
+    return any(p.plan is not None for points in found.values() for p in points)
+
+
+def _write(path: Path, found: "Search", number: int, names: Sequence[str]) -> None:
+    """Writes one of the best plans as a config; the first is number 1."""
+    from ..plan.searching import chosen_config
+    from ..plan.text import seconds_text
+
+    chosen = found.finalists(number)
+    if number > len(chosen):
+        raise ValueError(
+            f"--pick {number}: the config fits on {len(chosen)} meshes. Pick one of "
+            "these."
+        )
+    candidate = chosen[-1]
+    plan = found.plan(candidate)
+    words = shlex.join(["--config", names[0], "--target", found.target.name])
+    share = plan.memory.peak / plan.target.device.usable
+    about = (
+        f"Number {number} of meshloom plan {words} --search: a step of "
+        f"{seconds_text(plan.roofline.step)},\n{share:.0%} of the memory of "
+        f"{found.target.num_devices} devices.\n"
+        f"  meshloom train --config {path}"
+    )
+    chosen_config.write(path, candidate.choice.of(found.config), names, about)
+    print(f"Wrote {path}", file=sys.stderr)

@@ -1,1 +1,0 @@
-"""Faults on real processes, against a run without: see docs/recovery.md."""

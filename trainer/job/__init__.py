@@ -1,0 +1,1 @@
+"""The processes of a job: joining, preflight, watchdog, preemption."""

@@ -1,0 +1,265 @@
+"""A config on a mesh of devices that need not be here: what every forecast reads.
+
+All of it comes from shapes: the abstract state, the resolver, the pipeline's schedule
+and the model's own account of what it keeps and multiplies (models/costs.py).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from ...sharding import MeshSpec, Resolved, Rules
+from ...sharding.mesh import mesh_sizes
+from ...sharding.rules import Role
+from ...sharding.tree import ResolvedArray
+from ..program.hardware import Target
+from ..program.pipelining import Staging, make_staging
+from ..program.rules import name_settings
+from ..program.state import State, make_layout
+from .cutting import Cutting
+
+if TYPE_CHECKING:
+    from ..run.train import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One config on one mesh.
+
+    Attributes:
+      rows: examples of a microbatch, over all devices.
+      costs: of one microbatch (models/costs.py: Costs).
+    """
+
+    config: "Config"
+    target: Target
+    spec: MeshSpec
+    sizes: dict[str, int]
+    rules: Rules
+    cutting: Cutting
+    pipeline: Staging | None
+    num_microbatches: int
+    rows: int
+    length: int
+    costs: Any
+
+    @property
+    def num_stages(self) -> int:
+        return self.sizes["pipe"]
+
+    @property
+    def layers(self) -> int:
+        """Layers that a device computes with."""
+        return self.config.model.num_layers // self.num_stages  # type: ignore
+
+    @property
+    def itemsize(self) -> int:
+        """Of what the model computes in."""
+        return jnp.dtype(self.config.model.compute_dtype).itemsize  # type: ignore
+
+    @property
+    def params(self) -> Resolved:
+        return self.cutting.params
+
+    @property
+    def opt_state(self) -> Resolved:
+        return self.cutting.opt_state
+
+    @property
+    def gradients(self) -> Resolved:
+        return self.cutting.gradients
+
+    @property
+    def compute(self) -> Resolved:
+        return self.cutting.compute
+
+    def ways(self, axes: Any, shape: Sequence[int], role: Role = "compute") -> int:
+        return math.prod(self.sizes[axis] for axis in self.cuts(axes, shape, role))
+
+    def cuts(
+        self, axes: Any, shape: Sequence[int], role: Role = "compute"
+    ) -> tuple[str, ...]:
+        """The mesh axes that cut an array."""
+        return tuple(a for cut in self.cutting.cuts(axes, shape, role) for a in cut)
+
+    def bytes(self, array: Any, *, share: float = 1.0) -> int:
+        """What a device stores of an array of the model's costs.
+
+        Args:
+          share: the part of it that this device has for another reason.
+        """
+        return round(array.count * share * self.cutting.bytes(array))
+
+    def resident(self, tree: Resolved, itemsize: int | None = None) -> dict[str, int]:
+        """Bytes on a device of each array of a tree, in its own type or another."""
+        return self.cutting.resident(tree, itemsize)
+
+    def is_block(self, path: str) -> bool:
+        return path.startswith("blocks/")
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that cut the examples."""
+        return self.cuts(("batch",), (self.rows,))
+
+    def takes_slice(self, axes: Sequence[str]) -> bool:
+        """Whether groups along these axes are whole slices of a 3-D torus with rings.
+
+        There the compiler makes all-reduces of scatters (seen on v5p).
+        """
+        size, target = math.prod(self.sizes[axis] for axis in axes), self.target
+        return all(target.wrap) and size == math.prod(target.shape)
+
+    def scatters_in_ring(self, axes: Sequence[str]) -> bool:
+        """Whether a gradient's product and its scatter over `axes` become one ring.
+
+        The compiler for TPUs does that where no other axis cuts the batch: then the
+        scatter is all that the sum over devices needs.
+        """
+        return (
+            bool(self.target.device.torus)
+            and set(axes) == set(self.batch_axes)
+            and not self.takes_slice(axes)
+        )
+
+
+def make_case(config: "Config", target: Target) -> Case:
+    """Checks a config against a target; errors are those that a run would give.
+
+    What is left to be chosen has its plain value here; choosing.py chooses.
+    """
+    with name_settings(config):
+        return _make_case(config, target)
+
+
+def _make_case(config: "Config", target: Target) -> Case:
+    model: Any = config.model
+    for name in ("costs", "model_flops"):
+        if not hasattr(model, name):
+            raise ValueError(
+                f"model {type(model).__name__} has no method `{name}`, so a plan "
+                "cannot know what its step keeps and multiplies. Write one as "
+                "models/transformer.py does, or see its parameters alone with meshloom "
+                "explain."
+            )
+    spec = _with_slices(config.mesh, target)
+    mesh = spec.abstract(target.num_devices)
+    sizes, rules = mesh_sizes(mesh), config.make_rules()
+    pipeline = make_staging(
+        model,
+        mesh,
+        rules,
+        config.pipeline,
+        batch_size=config.batch_size,
+        num_microbatches=config.num_microbatches,
+        num_layers=getattr(model, "num_layers", None),
+        advise=False,
+    )
+    num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches
+    num, length = num or 1, _length(config)
+    rows = config.batch_size // num
+    is_torus = bool(target.device.torus)
+    cut = _cutting(
+        _shaped(model), config.optimizer, rules, tuple(sizes.items()), is_torus
+    )
+    for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
+        name = f"batch_size {config.batch_size}{what}"
+        cut.cuts(("batch", "length"), (count, length), "compute", name)
+    return Case(
+        config=config,
+        target=target,
+        spec=spec,
+        sizes=sizes,
+        rules=rules,
+        cutting=cut,
+        pipeline=pipeline,
+        num_microbatches=num,
+        rows=rows,
+        length=length,
+        costs=_staged_costs(
+            _costs(model, rows, length, target.device.platform), pipeline
+        ),
+    )
+
+
+def _staged_costs(costs: Any, pipeline: Staging | None) -> Any:
+    """Under full remat a chunk of one layer is computed again once, not twice."""
+    if pipeline is None or not pipeline.simulation.recomputes_once:
+        return costs
+    return dataclasses.replace(costs, recomputed=frozenset())
+
+
+def _shaped(model: Any) -> Any:
+    """The model under one remat policy, which changes no shape."""
+    return (
+        dataclasses.replace(model, remat="none") if hasattr(model, "remat") else model
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract_state(model: Any, optimizer: Any, rules: Rules) -> tuple[State, State]:
+    """Shapes of the state and their logical axes; no mesh changes either."""
+    # What the learning rate is matters to no shape.
+    tx = optimizer.make(lambda step: 0.0, model.axes())
+    layout = make_layout(
+        model,
+        tx,
+        rules,
+        MeshSpec().abstract(),
+        state_axes=getattr(optimizer, "state_axes", None),
+    )
+    return layout.abstract, layout.axes
+
+
+# One mesh is asked for many times in a row, then no more.
+@functools.lru_cache(maxsize=16)
+def _cutting(
+    model: Any,
+    optimizer: Any,
+    rules: Rules,
+    sizes: tuple[tuple[str, int], ...],
+    tiled: bool,
+) -> Cutting:
+    state, axes = _abstract_state(model, optimizer, rules)
+    return Cutting(rules, dict(sizes), tiled, state, axes)
+
+
+@functools.lru_cache(maxsize=256)
+def _costs(model: Any, rows: int, length: int, platform: str) -> Any:
+    return model.costs(rows, length, platform=platform)
+
+
+def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:
+    """The mesh; over several TPU slices it must say which axis crosses them."""
+    crossed = math.prod((spec.dcn or {}).values())
+    if target.device.torus and crossed != target.num_slices:
+        num = target.num_slices
+        raise ValueError(
+            f"mesh {spec} is split over {crossed} slices by its dcn part, but target "
+            f"{target.name} has {num}. Give an axis its slice part, for instance "
+            f"data={num}/{num},fsdp=-1."
+            if num > 1
+            else f"mesh {spec} has a dcn part, but target {target.name} is one slice. "
+            "Leave the part after / out."
+        )
+    return spec
+
+
+def _length(config: "Config") -> int:
+    length = getattr(config.data, "length", None)
+    if length is None:
+        raise ValueError(
+            f"data {type(config.data).__name__} has no attribute `length`, and a plan "
+            "opens no data. Plan with one of the sources of meshloom.trainer.data."
+        )
+    return length
+
+
+def more_cut(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
+    """Mesh axes that cut an array as stored and not as computed with."""
+    cut = {axis for d in whole.dimensions for axis in d.mesh_axes}
+    return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in cut)

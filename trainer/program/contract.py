@@ -1,0 +1,230 @@
+"""What a model may ask for and give beside parameters and a batch, and its checks.
+
+`loss(params, batch, shard)` is all that a model needs. One that needs more names it,
+and gets it by name:
+
+  key         random keys [B], one for each row of the batch: in training a function of
+              (seed, step, row), in evaluation of (seed, sample). A row has the same key
+              on every mesh and in every microbatch.
+  train       True in training, False in evaluation.
+  variables   what the model keeps beside its parameters and nobody differentiates, such
+              as the running averages of a batch norm.
+
+A model with variables has three methods more, `init_variables(key)`, `variable_axes()`
+and `update_variables(variables, sums)`, and its loss returns a fourth value, a tree of
+sums over the batch. These are added over microbatches like all sums, and the step calls
+`update_variables` with them once, so variables do not depend on how a batch was split.
+"""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...sharding import Sharder
+from ...sharding.logical_axes import is_named, path_name
+
+SIGNATURE = "loss(params, batch, shard, *, variables, key, train)"
+EXTRAS = ("variables", "key", "train")
+METHODS = ("init", "axes", "batch_axes", "check_batch", "loss")
+VARIABLE_METHODS = ("init_variables", "variable_axes", "update_variables")
+RESULT = (
+    "(sum, weight, {name: other sum of the same weight}), scalars all, and with "
+    "variables a fourth value, a tree of sums for update_variables"
+)
+
+# What keys are made of beside the seed, which by itself initializes the model. The keys
+# that a model splits off its own are fold_in(key, 0), fold_in(key, 1), ...
+TRAINING, EVALUATION = 2**32 - 1, 2**32 - 2
+
+Sums = dict[str, jax.Array]
+
+
+def extras(model: Any) -> tuple[str, ...]:
+    """Those of EXTRAS that the model's loss takes."""
+    given = list(inspect.signature(model.loss).parameters.values())
+    by_place = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    first = [p for p in given if p.kind in by_place][:3]
+    taken = [p for p in given if p.name in EXTRAS and p not in first]
+    unknown = [
+        p
+        for p in given
+        if p not in (*first, *taken)
+        and (p.kind is p.VAR_KEYWORD or p.default is p.empty)
+    ]
+    if len(first) < 3 or unknown:
+        names = ", ".join(str(p).split(":")[0] for p in given)
+        raise ValueError(
+            f"{type(model).__name__}.loss({names}): the trainer calls {SIGNATURE}, "
+            "where each of the last three is passed only if loss names it. Write it so."
+        )
+    return tuple(p.name for p in taken)
+
+
+def init_variables(model: Any, key: jax.Array) -> Any:
+    """The variables of step 0; none where the model has none."""
+    return model.init_variables(key) if has_variables(model) else {}
+
+
+def variable_axes(model: Any) -> Any:
+    return model.variable_axes() if has_variables(model) else {}
+
+
+def has_variables(model: Any) -> bool:
+    return hasattr(model, VARIABLE_METHODS[0])
+
+
+def check(model: Any) -> None:
+    """Raises where the model lacks a method, or its loss takes what it cannot get."""
+    name = type(model).__name__
+    if missing := [method for method in METHODS if not hasattr(model, method)]:
+        raise ValueError(
+            f"model {name} has no method {missing[0]}. A model has "
+            f"{', '.join(METHODS)}; see docs/models.md."
+        )
+    wants = "variables" in extras(model)
+    missing = [method for method in VARIABLE_METHODS if not hasattr(model, method)]
+    if missing and (wants or len(missing) < len(VARIABLE_METHODS)):
+        raise ValueError(
+            f"model {name} has no method {missing[0]}. A model with variables has "
+            f"{', '.join(VARIABLE_METHODS)}, and {SIGNATURE}."
+        )
+    if not missing and not wants:
+        raise ValueError(
+            f"model {name} has {VARIABLE_METHODS[0]}, but its loss does not take "
+            f"variables. Write {SIGNATURE}, or remove the method."
+        )
+    if "key" in extras(model) and not jax.config.values["jax_threefry_partitionable"]:
+        raise ValueError(
+            f"{name}.loss takes a key, but jax_threefry_partitionable is off: random "
+            "numbers would depend on the mesh. Leave it on."
+        )
+
+
+def row_keys(seed: int, kind: int, step: Any, rows: jax.Array) -> jax.Array:
+    """A key for each row.
+
+    Args:
+      kind: TRAINING or EVALUATION.
+      step: number of updates done, or 0 for keys that are the same at every step.
+      rows: the number of each row.
+    """
+    # One implementation whatever jax's default is: its bits do not depend on the mesh.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), kind)
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), rows)
+
+
+def call(
+    model: Any,
+    params: Any,
+    batch: dict[str, jax.Array],
+    shard: Sharder,
+    *,
+    variables: Any,
+    key: Any,
+    train: bool,
+) -> tuple[Sums, Any]:
+    """The sums of a batch, and those that variables are updated by."""
+    given = {"variables": variables, "key": key, "train": train}
+    result = model.loss(
+        params, batch, shard, **{name: given[name] for name in extras(model)}
+    )
+    count = 4 if has_variables(model) else 3
+    if not _fits(result, count):
+        raise ValueError(
+            f"{type(model).__name__}.loss returned {_describe(result)}; expected "
+            f"{RESULT}"
+        )
+    total, weight, others = result[:3]
+    for name in ("loss", "weight"):
+        if name in others:
+            raise ValueError(
+                f"{type(model).__name__}.loss returned another sum named {name!r}, "
+                "which is the name of one of its first two. Rename it."
+            )
+    statistics = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float32), result[3] if count == 4 else {}
+    )
+    return {"loss": total, "weight": weight, **others}, statistics
+
+
+def update_variables(model: Any, variables: Any, statistics: Any) -> Any:
+    """The variables after a step; raises where their shapes or types would change."""
+    if not has_variables(model):
+        return variables
+    new = model.update_variables(variables, statistics)
+    before, after = _shapes(variables), _shapes(new)
+    if before != after:
+        found = [
+            path for path in {**before, **after} if before.get(path) != after.get(path)
+        ]
+        path = found[0]
+        raise ValueError(
+            f"{type(model).__name__}.update_variables returned "
+            f"{after.get(path, 'nothing')} for {path!r}, where the variables have "
+            f"{before.get(path, 'nothing')}. It must return variables of the same "
+            "names, shapes and types."
+        )
+    return new
+
+
+def check_axes(model: Any, method: str, arrays: Any, axes: Any) -> None:
+    """Raises where `axes` does not name every dimension of every array."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_named)
+    shapes = {path_name(path): tuple(leaf.shape) for path, leaf in leaves}
+    names, _ = jax.tree_util.tree_flatten_with_path(axes, is_leaf=_is_names)
+    named = {path_name(path): value for path, value in names}
+    where = f"{type(model).__name__}.{method}()"
+    for path, shape in shapes.items():
+        example = (None,) * len(shape)
+        if path not in named:
+            raise ValueError(
+                f"{where} lacks {path!r}, an array of shape {shape}. Give it a tuple "
+                f"with a logical name for each dimension; {example} never shards it."
+            )
+        if not _is_names(named[path]) or len(named[path]) != len(shape):
+            raise ValueError(
+                f"{where} has {named[path]!r} for {path!r}, an array of shape {shape}. "
+                f"Expected a tuple of {len(shape)} logical names; {example} never "
+                "shards it."
+            )
+    if unknown := [path for path in named if path not in shapes]:
+        raise ValueError(
+            f"{where} names {unknown[0]!r}, but there is no such array. There are "
+            f"{', '.join(list(shapes)[:8])}."
+        )
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(x, str | None) for x in value)
+
+
+def _fits(result: Any, count: int) -> bool:
+    if not isinstance(result, tuple | list) or len(result) != count:
+        return False
+    if not isinstance(result[2], dict):
+        return False
+    return all(jnp.shape(x) == () for x in (*result[:2], *result[2].values()))
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(_describe, result))})"
+    if isinstance(result, dict):
+        items = (f"{name}: {_describe(x)}" for name, x in result.items())
+        return f"{{{', '.join(items)}}}"
+    if not hasattr(result, "shape"):
+        return repr(result)
+    return f"an array of shape {result.shape}" if result.shape else "a scalar"
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        path_name(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+        for path, x in leaves
+    }

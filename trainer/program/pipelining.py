@@ -1,0 +1,258 @@
+"""A model on a mesh with a pipe axis: its schedule, microbatches and pipeline."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from ...sharding import Rules
+from ...sharding.mesh import mesh_sizes
+from ...sharding.pipeline import Pipeline, Schedule, layer_order, make
+from ...sharding.pipeline.schedule import NAMES
+from ...sharding.pipeline.simulate import (
+    GATHERS,
+    Simulation,
+    Sizes,
+    best_microbatches,
+    simulate,
+)
+from ...sharding.pipeline.ticks import PIPE
+from ...sharding.plans import AUTO
+from ...sharding.resolve import resolve_dimensions
+from . import contract
+
+# Share of a step; where more of it is bubble, a line says what would be better.
+MUCH = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipelining:
+    """How a mesh axis `pipe` larger than 1 is used.
+
+    Attributes:
+      schedule: gpipe, 1f1b or interleaved; "auto" is chosen for the devices, see
+        docs/pipeline.md.
+      num_chunks: chunks of layers on each stage, for interleaved; None is chosen.
+      gather: weights sharded over fsdp are gathered once a "step" or at each use, once
+        a "microbatch"; "auto" is chosen.
+    """
+
+    schedule: str = AUTO
+    num_chunks: int | None = None
+    gather: str = AUTO
+
+    def __post_init__(self):
+        for name, names in (("schedule", NAMES), ("gather", GATHERS)):
+            if getattr(self, name) not in (*names, AUTO):
+                raise ValueError(
+                    f"{name} must be one of {', '.join((*names, AUTO))}, got "
+                    f"{getattr(self, name)!r}"
+                )
+        num = self.num_chunks
+        if num is not None and num < 1:
+            raise ValueError(f"num_chunks must be at least 1, got {num}")
+        if self.schedule not in ("interleaved", AUTO) and num not in (None, 1):
+            raise ValueError(
+                f"num_chunks {num}: schedule {self.schedule} has one chunk of layers a "
+                "stage. Leave num_chunks unset, or take schedule interleaved."
+            )
+
+    def plain(self) -> "Pipelining":
+        """Itself, with the simplest value for each that is left to be chosen."""
+        schedule = self.schedule
+        if schedule == AUTO:
+            schedule = "1f1b" if self.num_chunks in (None, 1) else "interleaved"
+        gather = "step" if self.gather == AUTO else self.gather
+        return dataclasses.replace(self, schedule=schedule, gather=gather)
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """How a model runs as a pipeline on a mesh: its schedule, and what that costs.
+
+    Attributes:
+      order: the layer that stands at each place of the stored stack.
+      derived: whether the number of microbatches was chosen here.
+      advice: what would make a large bubble smaller; empty where it is small.
+    """
+
+    schedule: Schedule
+    simulation: Simulation
+    order: np.ndarray
+    derived: bool
+    advice: str = ""
+
+    def bind(
+        self, model: Any, mesh: Mesh, rules: Rules, settings: Pipelining
+    ) -> Pipeline:
+        return Pipeline(
+            model.stack(),
+            self.schedule,
+            mesh,
+            rules,
+            model.axes(),
+            model.batch_axes(),
+            gather=settings.plain().gather,  # type: ignore
+        )
+
+    def describe(self, batch_size: int) -> str:
+        found = self.simulation
+        num = found.num_microbatches
+        chunks = f" of {found.num_chunks} chunks" if found.num_chunks > 1 else ""
+        derived = " (derived)" if self.derived else ""
+        return (
+            f"Pipeline: {found.name}, stages {found.num_stages}{chunks}, microbatches "
+            f"{num}{derived}, examples in each {batch_size // num}; bubble "
+            f"{_percent(found.bubble)} of the step (simulated), saved inputs a stage "
+            f"{found.slots}{self.advice}"
+        )
+
+    def to_json(self, start: int) -> dict[str, Any]:
+        """For the run folder: what the steps after `start` use, and its costs."""
+        facts = {"start": start, "derived": self.derived}
+        return {**facts, **self.simulation.to_json()}
+
+
+def make_staging(
+    model: Any,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules,
+    settings: Pipelining,
+    *,
+    batch_size: int,
+    num_microbatches: int | None = None,
+    num_layers: int | None = None,
+    advise: bool = True,
+) -> Staging | None:
+    """Stages a model on a mesh with a pipe axis; None for a mesh without one.
+
+    Args:
+      num_microbatches: None takes the number with the smallest bubble.
+      num_layers: of the stack, where it is known; otherwise the model is asked.
+      advise: whether to look for what would make a large bubble smaller.
+    """
+    num_stages = mesh_sizes(mesh).get(PIPE, 1)
+    if num_stages == 1:
+        return None
+    if not hasattr(model, "stack"):
+        raise ValueError(
+            f"mesh axis pipe={num_stages}: {type(model).__name__} is no stack of equal "
+            "blocks (it has no method `stack`), so it cannot be cut into stages. "
+            "Set pipe=1."
+        )
+    if wanted := contract.extras(model):
+        raise ValueError(
+            f"mesh axis pipe={num_stages}: {type(model).__name__}.loss takes "
+            f"{', '.join(wanted)}, but a pipeline runs the parts of its stack, which "
+            "are not given any of that. Set pipe=1."
+        )
+    row = rules.find("layer", "param")
+    if row is None or all(PIPE not in candidate for candidate in row.candidates):
+        raise ValueError(
+            f"mesh axis pipe={num_stages}: the rules do not shard layers over it. Add "
+            "+pipeline to the plan, or set pipe=1."
+        )
+    settings = settings.plain()
+    name, num_chunks = settings.schedule, settings.num_chunks
+    each = _examples_each(batch_size, mesh, rules)
+    num = num_microbatches
+    if num is None:
+        num = best_microbatches(name, num_stages, num_chunks, _divisors(each))
+    elif each % num:
+        below = max(n for n in _divisors(each) if n < num)
+        above = [n for n in _divisors(each) if n > num][:1]
+        raise ValueError(
+            f"num_microbatches {num} does not divide the {each} examples that a device "
+            f"has of batch_size {batch_size}. Take "
+            f"{' or '.join(map(str, [below, *above]))}, or another batch_size."
+        )
+    schedule = _make(name, num_stages, num, num_chunks)
+    stack = model.stack()
+    if num_layers is None:
+        state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+        blocks = state[stack.blocks]
+        num_layers = int(jax.tree.leaves(blocks)[0].shape[0])
+    try:
+        order = layer_order(num_layers, num_stages, schedule.num_chunks)
+    except ValueError as error:
+        raise ValueError(f"mesh axis pipe={num_stages}: {error}") from error
+    derived = num_microbatches is None
+    each_stage = num_layers // num_stages
+    simulation = _simulate(schedule, stack.remat, settings.gather, each_stage)
+    advice = ""
+    if advise:
+        advice = _advice(schedule, derived, each, batch_size, each_stage)
+    return Staging(schedule, simulation, order, derived=derived, advice=advice)
+
+
+# A search lays the same schedule out on many meshes.
+_make = functools.lru_cache(maxsize=256)(make)
+
+
+@functools.lru_cache(maxsize=1024)
+def _simulate(schedule: Schedule, remat: str, gather: str, layers: int) -> Simulation:
+    sizes = Sizes(layers_per_stage=layers)
+    return simulate(schedule, remat=remat, gather=gather, sizes=sizes)
+
+
+def _advice(
+    schedule: Schedule, derived: bool, each: int, batch_size: int, num_layers: int
+) -> str:
+    """What to set for a smaller bubble, if it is large.
+
+    Args:
+      each: examples of a batch on one device; num_layers: layers of one stage.
+    """
+    if (bubble := simulate(schedule).bubble) <= MUCH:
+        return ""
+    name, S, R = schedule.name, schedule.num_stages, schedule.num_chunks
+
+    def best(name: str, R: int, allowed: list[int]) -> tuple[int, float]:
+        num = best_microbatches(name, S, R, allowed)
+        return num, simulate(make(name, S, num, R)).bubble
+
+    num, less = best(name, R, _divisors(each))
+    words, times = f"num_microbatches={num}", 1
+    if less == bubble:
+        while less > MUCH:
+            times *= 2
+            num, less = best(name, R, _divisors(each * times))
+        both = "" if derived else f" and num_microbatches={num}"
+        words = f"batch_size={batch_size * times}{both}"
+    found = [(words, less)]
+    if more := [n for n in _divisors(num_layers) if n > R]:
+        allowed = _divisors(each) if derived else [schedule.num_microbatches]
+        _, less = best("interleaved", more[0], allowed)
+        parts = [] if name == "interleaved" else ['pipeline.schedule="interleaved"']
+        if not parts or more[0] > 2:
+            parts.append(f"pipeline.num_chunks={more[0]}")
+        if less < bubble:
+            found.append((" and ".join(parts), less))
+    ways = " or ".join(f"{words} ({_percent(less)})" for words, less in found)
+    return f". It would be smaller with {ways}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _examples_each(batch_size: int, mesh: Mesh | AbstractMesh, rules: Rules) -> int:
+    """Examples of a batch on every device that has some of its own."""
+    (rows,) = resolve_dimensions(
+        ("batch",),
+        (batch_size,),
+        rules,
+        mesh,
+        name=f"batch_size {batch_size}",
+        role="compute",
+    )
+    sizes = mesh_sizes(mesh)
+    return batch_size // math.prod(sizes[axis] for axis in rows.mesh_axes)
+
+
+def _divisors(count: int) -> list[int]:
+    return [num for num in range(1, count + 1) if count % num == 0]

@@ -1,0 +1,210 @@
+"""What the user sees during a run: a live bar, or plain lines in a log."""
+
+import collections
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..program.peaks import Peak
+
+
+class Rate:
+    """Steps per second, measured between calls.
+
+    The time before the first call is never counted: it holds the compilation.
+
+    Args:
+      window: seconds over which `steps_per_s` is averaged.
+    """
+
+    def __init__(
+        self, window: float = 20.0, clock: Callable[[], float] = time.perf_counter
+    ):
+        self._window = window
+        self._clock = clock
+        self._marks: collections.deque[tuple[int, float]] = collections.deque()
+        self._known: float | None = None
+
+    def update(self, step: int) -> float | None:
+        """Notes that `step` is done; returns the steps/s since the last call."""
+        now = self._clock()
+        interval = None
+        if self._marks:
+            last_step, last_time = self._marks[-1]
+            if step <= last_step or now <= last_time:
+                return None
+            interval = (step - last_step) / (now - last_time)
+        self._marks.append((step, now))
+        while len(self._marks) > 2 and self._marks[1][1] <= now - self._window:
+            self._marks.popleft()
+        if len(self._marks) > 1:
+            first_step, first_time = self._marks[0]
+            self._known = (step - first_step) / (now - first_time)
+        return interval
+
+    def restart(self) -> None:
+        """Leaves the time up to the next call out, for what was no training step.
+
+        The rate known so far stays until a new one is measured.
+        """
+        self._marks.clear()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The rate over the window, or None before it is known."""
+        return self._known
+
+
+class Progress:
+    """Shows the state of a run; a context manager.
+
+    Args:
+      start: the step the run starts or resumes from.
+      units: what throughput is counted in, and how many of them a step takes; None
+        leaves it out.
+      peak: of all devices together; None leaves the share of the peak out.
+      bubble: simulated share of a pipeline's step; None without one.
+      enabled: False on all processes but one, which then show nothing.
+      every, seconds: without a terminal a line is written when this many steps or
+        seconds have passed since the last one, whichever comes first.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start: int,
+        units: tuple[str, float] | None,
+        model_flops_per_step: float | None,
+        peak: Peak | None,
+        console: Console | None = None,
+        *,
+        bubble: float | None = None,
+        enabled: bool = True,
+        every: int = 100,
+        seconds: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.rate = Rate(clock=clock)
+        self._total_steps = total_steps
+        self._step = start
+        self._units = units
+        self._flops_per_step = model_flops_per_step
+        self._peak = peak
+        self._bubble = bubble
+        self._console = console or Console()
+        self._enabled = enabled
+        self._every, self._seconds = every, seconds
+        self._clock = clock
+        self._metrics: dict[str, float] = {}
+        self._shown: tuple[int, float] | None = None
+        self._live = None
+        if enabled and self._console.is_terminal:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=1,  # drawing takes time from the CPU's own steps
+            )
+
+    def __enter__(self) -> "Progress":
+        if self._live is not None:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._metrics and (self._shown is None or self._shown[0] != self._step):
+            self._print_line()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Notes that `step` is done, with the metrics known so far."""
+        self.rate.update(step)
+        self._step = step
+        self._metrics.update(metrics)
+        if self._live is None and self._is_line_due():
+            self._print_line()
+
+    def message(self, text: str) -> None:
+        """Writes a line that stays, above the bar where there is one."""
+        if self._enabled:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def figures(self) -> list[str]:
+        """Returns the figures of the current step that are known, with their units."""
+        parts, rate = [], self.rate.steps_per_s
+        if (loss := self._metrics.get("loss")) is not None:
+            parts.append(f"loss {loss:.4f}")
+        if self._units is not None and rate:
+            unit, count = self._units
+            parts.append(f"{human(rate * count)} {unit}/s")
+        if self._bubble is not None:
+            parts.append(f"bubble {100 * self._bubble:.0f} % (simulated)")
+        if self._flops_per_step is not None and self._peak is not None and rate:
+            share = rate * self._flops_per_step / self._peak.flops
+            parts.append(f"{100 * share:.0f} % of the {self._peak.label}")
+        return parts
+
+    def time_left(self) -> str:
+        """Returns the time to the last step, empty before a rate is known."""
+        rate = self.rate.steps_per_s
+        if not rate:
+            return ""
+        return f"{duration((self._total_steps - self._step) / rate)} left"
+
+    def _is_line_due(self) -> bool:
+        if self._shown is None or self._step == self._total_steps:
+            return True
+        step, when = self._shown
+        return self._step - step >= self._every or self._clock() - when >= self._seconds
+
+    def _print_line(self) -> None:
+        self._shown = (self._step, self._clock())
+        parts = [f"step {self._step}/{self._total_steps}", *self.figures()]
+        if self._step < self._total_steps:
+            parts.append(self.time_left())
+        self.message("  ".join(filter(None, parts)))
+
+    def _render(self) -> Group:
+        line = Table.grid(padding=(0, 2), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        line.add_row(
+            Text(f"step {self._step}/{self._total_steps}", style="bold"),
+            ProgressBar(total=max(self._total_steps, 1), completed=self._step),
+            Text(self.time_left()),
+        )
+        return Group(line, Text("  ·  ".join(self.figures()), style="dim"))
+
+
+def human(value: float) -> str:
+    """Returns three significant digits and a unit: 12.3 k, 4.56 M."""
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999.6 would be rounded to 1000, so it belongs to the next unit.
+        if abs(value) >= size * 0.9995:
+            return f"{_three_digits(value / size)} {unit}"
+    return _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people: 8 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    hours, rest = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {rest:02} min"
+    days, rest = divmod(hours, 24)
+    return f"{days} d {rest:02} h"

@@ -1,0 +1,182 @@
+"""The folder of a run: who holds it, which config it was started with, its files."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from ...launch.masking import masked_command, masked_text
+from ..config.tree import (
+    ABSENT,
+    Change,
+    at_default,
+    diff,
+    flatten,
+    format_diff,
+    read_run,
+)
+from .metrics import replace_text
+from .save_errors import SaveFailed
+from .storage import checkpoints_of
+
+CONFIG_JSON, CONFIG_GIN = "config.json", "config.gin"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class RunFolder:
+    """A run folder. Only the writer, one process of a job, creates or changes it."""
+
+    def __init__(self, path: Path, *, is_writer: bool = True):
+        self.path = Path(path)
+        self.is_writer = is_writer
+
+    @property
+    def checkpoints(self) -> epath.Path:
+        """Where the run saves, by the config that it was started with."""
+        values = self.previous_values() or {}
+        return checkpoints_of(self.path, values.get("checkpoint_folder"))
+
+    def previous_values(self) -> dict[str, Any] | None:
+        """The flat config the folder was started with; None for a new folder."""
+        return read_run(self.path) if (self.path / CONFIG_JSON).exists() else None
+
+    def check(
+        self, config: Any, *, free: tuple[str, ...], insist: bool
+    ) -> list[Change]:
+        """Compares with the config the folder was started with; touches nothing.
+
+        Returns the differences, if all of them are in fields that are `free` to differ
+        (they change how, not what is computed); with `insist`, any differences. A field
+        that the folder does not know came with a later version: its default is what
+        the run was trained with.
+        """
+        previous = self.previous_values()
+        if previous is None:
+            return []
+        defaults = at_default(config)
+        changes = [
+            change
+            for change in diff(previous, flatten(config))
+            if not (change.old is ABSENT and change.path in defaults)
+        ]
+        hard = [change for change in changes if change.path.split(".")[0] not in free]
+        if hard and not insist:
+            count = (
+                "1 value differs" if len(hard) == 1 else f"{len(hard)} values differ"
+            )
+            raise ValueError(
+                f"run folder {self.path} was started with another config ({count}). "
+                f"Choose another --workdir, or pass --insist to continue it with the "
+                f"new values:\n{format_diff(hard)}"
+            )
+        return changes
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Creates the folder and holds it; a second run in it gets an error.
+
+        Of a job of several processes, the first holds it and writes its files.
+        """
+        if not self.is_writer:
+            yield
+            return
+        lock = self._take_lock()
+        try:
+            self._check_files()
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, SaveFailed) or not _is_full_disk(error):
+                raise
+            message = os.strerror(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, message, str(self.path)) from error
+        finally:
+            os.close(lock)  # closing releases the lock
+
+    def _take_lock(self) -> int:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            reason = error.strerror
+            if isinstance(error, FileExistsError | NotADirectoryError):
+                reason = "it is a file, or below one"
+            raise ValueError(
+                f"run folder {self.path} cannot be written: {reason}. Choose another "
+                "--workdir, or make this one a folder that you may write to."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 100).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise ValueError(
+                f"run folder {self.path} is in use by another process ({holder}). Wait "
+                "for it, end it, or choose another --workdir."
+            ) from None
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
+        return lock
+
+    def _check_files(self) -> None:
+        """Refuses files that the run could not append to, before anything slow."""
+        for path in sorted(self.path.glob("*.jsonl")):
+            try:
+                with open(path, "ab"):
+                    pass
+            except OSError as error:
+                raise ValueError(
+                    f"{path} cannot be written: {error.strerror}. Make it a file that "
+                    "you may write to, remove it, or choose another --workdir."
+                ) from error
+
+    def write_config(self, document: Mapping[str, Any], text: str) -> None:
+        self.write_json(CONFIG_JSON, document)
+        self.write_text(CONFIG_GIN, text)
+
+    def write_json(self, name: str, document: Any) -> None:
+        self.write_text(name, json.dumps(document, indent=1) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        if self.is_writer:
+            replace_text(self.path / name, text)
+
+    def remove(self, name: str) -> None:
+        """Removes a file of an earlier part of the run that holds no longer."""
+        if self.is_writer:
+            (self.path / name).unlink(missing_ok=True)
+
+
+def _is_full_disk(error: Exception) -> bool:
+    """Orbax reports a full disk as a ValueError that quotes the system's message."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOSPC
+    return os.strerror(errno.ENOSPC) in str(error)
+
+
+def environment(mesh_sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What the run runs on, for the report and for whoever asks later."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "command": shlex.join(["meshloom", *masked_command(sys.argv[1:])]),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        **{name: metadata.version(name) for name in (*PACKAGES, "meshloom")},
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "num_devices": jax.device_count(),
+        "num_processes": jax.process_count(),
+        "mesh": ", ".join(f"{k}={v}" for k, v in mesh_sizes.items() if v > 1) or "1",
+        "xla_flags": masked_text(os.environ.get("XLA_FLAGS", "")),
+    }

@@ -1,0 +1,297 @@
+"""What data a run is trained on: a digest of the contents of each split.
+
+A dataset that is made of files says which (`files`), and their contents are read once;
+sizes and times kept beside the run tell a resume which of them to read again. One that
+knows its own digest gives it in `describe`. Of any other the examples themselves are
+read, at most MAX_EXAMPLES of each split, evenly spread.
+
+A run goes on with the data that it began with, or is told to go on with other data.
+"""
+
+import dataclasses
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from ..checkpoint import manifest
+from ..checkpoint.manager import latest_step
+from ..data.sources import Dataset
+from ..job import joining
+from ..record import file_digests, metrics
+from ..record.failures import CorruptCheckpoint
+from ..record.file_digests import Stamp
+
+FILE = "data.json"
+FORMAT = 1
+MAX_EXAMPLES = 65536
+# Files of a change that are named; the rest is counted.
+MAX_NAMES = 4
+# For the slowest host to read its data once; the others wait.
+READ_SECONDS = 12 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A split as it is now.
+
+    Attributes:
+      files: {name: stamp}; {} where it does not say which files it is made of, and in
+        processes that have left the reading to another.
+    """
+
+    digest: str
+    examples: int
+    files: Mapping[str, Stamp] = dataclasses.field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        return {"digest": self.digest, "examples": self.examples}
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """The data of a run, by split, and how it differs from what the run had before."""
+
+    splits: Mapping[str, Split]
+    changes: tuple[dict[str, Any], ...] = ()
+    is_reader: bool = True  # whether this process has read files for its host
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        return {name: split.facts() for name, split in self.splits.items()}
+
+    def words(self) -> str:
+        return "\n".join(map(_change_words, self.changes))
+
+    def write(self, folder: Path, process: int) -> None:
+        """Keeps it in the run folder: process 0 for the run, others for their host."""
+        if not self.is_reader:
+            return
+        path = Path(folder) / (FILE if process == 0 else f"data-{process}.json")
+        before = _read(path) or {"splits": {}}
+        splits = {
+            name: split.facts()
+            | {"files": {k: dataclasses.astuple(v) for k, v in split.files.items()}}
+            for name, split in self.splits.items()
+        }
+        # A split that is not used now is what it was.
+        document = {"format": FORMAT, "splits": before["splits"] | splits}
+        metrics.replace_text(path, json.dumps(document) + "\n")
+
+
+def establish(
+    datasets: Mapping[str, Dataset],
+    folder: Path,
+    checkpoints: epath.Path,
+    *,
+    insist: bool,
+    say: Callable[[str], None],
+) -> Identity:
+    """Reads what must be read, and compares it with what the run had before.
+
+    Every process must come here. Of the processes of a host that see the same files one
+    reads them; whether all hosts have the same is compared by the roll-call. Process 0
+    compares with before, and all raise where it does. Writes nothing.
+    """
+    number = _process_index()
+    host = socket.gethostname()
+    try:
+        seen = _digest_of(json.dumps(_listing(datasets)))
+    except OSError:  # it is met again, and said, where all processes end alike
+        seen = f"only by process {number}"
+    answer = joining.consult("data", {"host": host, "files": seen}, _readers)
+    readers = answer["readers"]  # for each process, the one that reads for it
+    splits: dict[str, Split] = {}
+    is_reader = readers[number] == number
+    with joining.all_or_none("data", READ_SECONDS):
+        if is_reader:
+            splits = _splits(datasets, _kept(folder), say)
+        before = _before(folder, checkpoints) if number == 0 else {}
+
+    def judge(reports: list[dict[str, Any]]) -> dict[str, Any]:
+        changes = _changes(before, splits)
+        refused = changes and not insist
+        words = _refusal(folder, changes) if refused else ""
+        each = {str(reader): reports[reader] for reader in set(readers)}
+        return {"words": words, "changes": changes, "splits": each}
+
+    own = {name: split.facts() for name, split in splits.items()}
+    answer = joining.consult("data read", own, judge)
+    if answer["words"]:
+        raise ValueError(answer["words"])
+    if not is_reader:
+        read = answer["splits"][str(readers[number])]
+        splits = {name: Split(**facts) for name, facts in read.items()}
+    return Identity(splits, tuple(answer["changes"]), is_reader)
+
+
+def _process_index() -> int:
+    import jax
+
+    return jax.process_index()
+
+
+def _listing(datasets: Mapping[str, Dataset]) -> list[Any]:
+    """Where the files are and what they look like from outside."""
+    found = []
+    for name, data in datasets.items():
+        for path in _files(data).values():
+            found.append([name, path, *file_digests.stat(path)])
+    return found
+
+
+def _readers(reports: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """For each process the first of its host that sees the same files."""
+    first: dict[tuple[str, str], int] = {}
+    views = [(report["host"], report["files"]) for report in reports]
+    for process, view in enumerate(views):
+        first.setdefault(view, process)
+    return {"readers": [first[view] for view in views]}
+
+
+def _files(data: Dataset) -> Mapping[str, str]:
+    files = getattr(data, "files", None)
+    return files() if files is not None else {}
+
+
+def _splits(
+    datasets: Mapping[str, Dataset],
+    kept: Mapping[str, list[Stamp]],
+    say: Callable[[str], None],
+) -> dict[str, Split]:
+    found = {}
+    for name, data in datasets.items():
+        if files := _files(data):
+            stamps = file_digests.read(files, kept, say)
+            kept = {**kept, **{k: [v, *kept.get(k, [])] for k, v in stamps.items()}}
+            whole = _digest_of("".join(s.digest for s in stamps.values()))
+            found[name] = Split(whole, len(data), stamps)
+        elif (own := data.describe().get("digest")) is not None:
+            found[name] = Split(str(own), len(data))
+        else:
+            found[name] = Split(_digest_of_examples(name, data, say), len(data))
+    return found
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest_of_examples(name: str, data: Dataset, say: Callable[[str], None]) -> str:
+    size = len(data)
+    numbers = range(size)
+    if size > MAX_EXAMPLES:
+        numbers = np.linspace(0, size - 1, MAX_EXAMPLES).astype(np.int64).tolist()
+        say(
+            f"The digest of split {name!r} covers {MAX_EXAMPLES:,} of its {size:,} "
+            "examples, evenly spread. Let the dataset have a method `files` or a "
+            "digest in `describe` to cover all (docs/data.md)."
+        )
+    digest = hashlib.sha256(f"{size}\n".encode())
+    for i in numbers:
+        example = data[i]
+        for key in sorted(example):
+            array = np.asarray(example[key])
+            digest.update(f"{key} {array.dtype.str} {array.shape}\n".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] == FORMAT:
+            return found
+        reason = f"format {found['format']!r} instead of {FORMAT}"
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise ValueError(
+        f"{path} is no record of a run's data ({reason}). Remove it if this run's data "
+        "is surely what it was."
+    )
+
+
+def _kept(folder: Path) -> dict[str, list[Stamp]]:
+    """The stamps that earlier attempts have left, of every host's copies."""
+    found: dict[str, list[Stamp]] = {}
+    for path in [Path(folder) / FILE, *sorted(Path(folder).glob("data-*.json"))]:
+        for split in (_read(path) or {"splits": {}})["splits"].values():
+            for name, stamp in split["files"].items():
+                found.setdefault(name, []).append(Stamp(*stamp))
+    return found
+
+
+def _before(folder: Path, checkpoints: epath.Path) -> dict[str, Any]:
+    """The splits as the run last had them; {} where it has said nothing of them."""
+    if (found := _read(Path(folder) / FILE)) is not None:
+        return found["splits"]
+    if (step := latest_step(checkpoints)) is not None:
+        try:
+            return manifest.read(checkpoints, step)["data"].get("splits", {})
+        except CorruptCheckpoint:
+            return {}  # the restore says so, and takes another
+    return {}
+
+
+def _changes(
+    before: Mapping[str, Any], now: Mapping[str, Split]
+) -> list[dict[str, Any]]:
+    """How splits differ, those that are in both."""
+    found = []
+    for name, split in now.items():
+        old = before.get(name)
+        if old is None or old["digest"] == split.digest:
+            continue
+        change: dict[str, Any] = {
+            "split": name,
+            "digest": [old["digest"][:16], split.digest[:16]],
+            "examples": [old["examples"], split.examples],
+        }
+        if (files := old.get("files")) and split.files:
+            change["files"] = {
+                "added": [k for k in split.files if k not in files],
+                "removed": [k for k in files if k not in split.files],
+                "changed": [
+                    k
+                    for k, stamp in split.files.items()
+                    if k in files and Stamp(*files[k]).digest != stamp.digest
+                ],
+            }
+        found.append(change)
+    return found
+
+
+def _change_words(change: Mapping[str, Any]) -> str:
+    old, new = change["examples"]
+    count = (
+        f"{new:,} examples as before" if old == new else f"{old:,} -> {new:,} examples"
+    )
+    parts = [count]
+    for what, names in change.get("files", {}).items():
+        if names:
+            parts.append(f"{what}: {_some(names)}")
+    before, now = change["digest"]
+    parts.append(f"digest of the contents {before} -> {now}")
+    return f"split {change['split']!r}: {'; '.join(parts)}"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    rest = len(names) - MAX_NAMES
+    more = f" and {rest:,} more" if rest > 0 else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def _refusal(folder: Path, changes: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(map(_change_words, changes))
+    return (
+        f"the data is not what run folder {folder} was trained on. Bring it back, "
+        "choose another --workdir, or pass --insist to continue with the data as it is "
+        f"now:\n{lines}"
+    )

@@ -1,0 +1,272 @@
+"""What a config means on a mesh: everything checked before a folder is touched."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ...sharding.mesh import mesh_sizes
+from ...sharding.text import human_bytes
+from ..config import tree as config_tree
+from ..data import Dataset, throughput_unit
+from ..data.batches import SAMPLE_IDS, check_type
+from ..program import compiler_options, contract
+from ..program.build import Batch, IdleAxis, Program, build
+from ..program.computation import Choose, Chosen, choose_plain
+from ..program.executables import Executables
+from ..program.pipelining import Pipelining, Staging
+from ..program.rules import name_settings
+from ..program.state import Layout
+from ..record.run_folder import environment
+from . import sampling
+from .held_out import SETTINGS, HeldOut, open_split, with_weights
+
+if TYPE_CHECKING:
+    from .data_identity import Identity
+    from .train import Config
+
+
+TRAIN_STEP = "train step"  # the name of its program
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A config with its Program and its data, checked against each other."""
+
+    config: "Config"  # as it was given
+    chosen: Chosen  # what it left open, filled for the mesh
+    program: Program
+    train_data: Dataset
+    held_out: dict[str, HeldOut]  # the splits that are evaluated
+    identity: "Identity | None" = None  # of the data; None until it has been read
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.mesh
+
+    @property
+    def layout(self) -> Layout:
+        return self.program.layout
+
+    @property
+    def staging(self) -> Staging | None:
+        return self.program.staging
+
+    @property
+    def datasets(self) -> dict[str, Dataset]:
+        """The splits that are used, by name."""
+        others = {name: split.data for name, split in self.held_out.items()}
+        return {"train": self.train_data, **others}
+
+    @property
+    def matmul_dtype(self) -> str:
+        """The type the model computes in, to compare with the device's peak."""
+        return getattr(self.config.model, "compute_dtype", "float32")
+
+    @property
+    def model_flops(self) -> float | None:
+        """FLOPs of one update; None where the model does not count them."""
+        count = getattr(self.config.model, "model_flops", None)
+        return None if count is None else count(self.program.batch)
+
+    def describe(self) -> list[str]:
+        """What runs where, in a few lines, before anything slow begins."""
+        device = self.mesh.devices.flatten()[0]
+        params = self.layout.params
+        count = sum(x.size for x in jax.tree.leaves(self.layout.abstract.params))
+        sizes = ", ".join(f"{k}={v}" for k, v in params.mesh.items() if v > 1)
+        where = f"mesh {sizes}, plan {self.chosen.config.plan}"
+        lines = [
+            f"{_count(self.mesh.size, f'{device.device_kind} device')} in "
+            f"{_count(jax.process_count(), 'process')}"
+            + (f", {where}" if self.mesh.size > 1 else ""),
+            f"{count:,} parameters; with optimizer state "
+            f"{human_bytes(self.layout.bytes_per_device)} a device",
+            f"Data: {_words(self.train_data.describe())}",
+        ]
+        if self.chosen.line:
+            lines.append(self.chosen.line)
+        if self.staging is not None:
+            lines.append(self.staging.describe(self.config.batch_size))
+        elif self.config.pipeline != Pipelining():
+            lines.append(
+                "The settings of the pipeline have no effect: the mesh has pipe=1"
+            )
+        if self.model_flops is None:
+            lines.append(
+                f"{type(self.config.model).__name__} has no method model_flops: the "
+                "share of the devices' peak is not shown"
+            )
+        if device.platform == "cpu":
+            lines.insert(
+                0, "Training on the CPU: no accelerator was found or asked for"
+            )
+        lines += [split.describe() for split in self.held_out.values()]
+        if whole := sum(a.bytes for a in params.replicated()):
+            lines.append(
+                f"{human_bytes(whole)} of parameters are whole on every device "
+                "(meshloom explain lists them)"
+            )
+        return lines
+
+    def about(self, step: int, batches_ahead: int = 0) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the run."""
+        return {
+            "config_digest": config_tree.digest(self.config),
+            "config": config_tree.flatten(self.config),
+            "environment": environment(self.layout.params.mesh),
+            "data": {
+                "next_example": (step + batches_ahead) * self.config.batch_size,
+                **self.train_data.describe(),
+                "splits": self.identity.facts() if self.identity else {},
+            },
+        }
+
+    def data_facts(self) -> dict[str, Any]:
+        """What the datasets are, wherever they lie."""
+        found = {}
+        for split, data in self.datasets.items():
+            about = {k: v for k, v in data.describe().items() if k != "path"}
+            if self.identity is not None:
+                about["digest"] = self.identity.splits[split].digest
+            found |= {f"{split} {name}": value for name, value in about.items()}
+        return found
+
+    @functools.cached_property
+    def lowered(self) -> Any:
+        """The train step as a program, for exactly these shapes and shardings."""
+        return self.program.lower()
+
+    def fingerprint(self) -> str:
+        """A digest of the program, equal in all processes of a job."""
+        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
+
+    @functools.cached_property
+    def _compiled(self) -> dict[str, Any]:
+        """The train step, once it is."""
+        return {}
+
+    def compile(self, executables: Executables | None = None) -> Any:
+        """The train step as it runs; whoever asks again gets the same.
+
+        Args:
+          executables: where an attempt before may have left it; None compiles.
+        """
+        executables = executables or Executables(None)
+        if TRAIN_STEP in self._compiled:
+            return self._compiled[TRAIN_STEP]
+        options = compiler_options.parse(self.config.compiler_options)
+        try:
+            compiled = executables.compile(TRAIN_STEP, self.lowered, options)
+            return self._compiled.setdefault(TRAIN_STEP, compiled)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            raise ValueError(
+                f"compiler_options: {error}. The compiler here knows no such option; "
+                "take it out of the config."
+            ) from None
+
+
+def prepare(
+    config: "Config", devices: Any = None, *, choose: Choose = choose_plain
+) -> Prepared:
+    """Checks the whole config against devices and data; every error is raised here.
+
+    Args:
+      choose: fills what the config leaves open.
+    """
+    with name_settings(config):
+        return _prepare(config, devices, choose)
+
+
+def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
+    contract.check(config.model)
+    mesh = config.mesh.make(devices)
+    chosen = choose(config, mesh_sizes(mesh), list(mesh.devices.flat))
+    settled = chosen.config
+    train_data = with_weights(config, config.data.open("train"))
+    splits = (open_split(config, name) for name in SETTINGS)
+    held_out = {split.name: split for split in splits if split is not None}
+    throughput_unit(train_data)  # raises where it is not one
+    first = train_data[0]
+    for name, x in first.items():
+        check_type(name, x.dtype)
+    for split in held_out.values():
+        _check_alike(first, split.data[0], f"in split {split.name!r}")
+    if hasattr(train_data, "example"):
+        example = train_data.example(0, 0)  # type: ignore
+        _check_alike(first, example, "by its method `example`")
+    try:
+        program = build(
+            config.model,
+            config.optimizer,
+            mesh,
+            settled.make_rules(),
+            _batch(first, config.batch_size),
+            learning_rate=config.schedule.make(config.num_steps),
+            seed=config.seed,
+            num_microbatches=settled.num_microbatches,
+            pipeline=settled.pipeline,
+            max_grad_norm=config.max_grad_norm,
+            skip_grad_norm=config.skip_grad_norm,
+            facts=train_data.describe(),
+        )
+    except IdleAxis as error:
+        raise ValueError(
+            f"mesh axis {error.axis}={error.size}: {error.reason}. Give these devices "
+            f"to an axis that the plan {settled.plan!r} uses, such as data or fsdp, or "
+            "shard one of these dimensions over this axis by `rules`."
+        ) from None
+    if config.sample_prompt is not None:
+        try:
+            sampling.check(config, config.sample_prompt, config.sample_tokens)
+        except ValueError as error:
+            raise ValueError(f"sample_prompt and sample_tokens: {error}") from error
+    return Prepared(config, chosen, program, train_data, held_out)
+
+
+def _batch(example: Mapping[str, Any], batch_size: int) -> Batch:
+    """The global batch as shapes, from one example of the data."""
+    batch = {
+        name: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype)
+        for name, x in example.items()
+    }
+    return batch | {SAMPLE_IDS: jax.ShapeDtypeStruct((batch_size,), jnp.uint32)}
+
+
+def _check_alike(
+    train: Mapping[str, Any], other: Mapping[str, Any], where: str
+) -> None:
+    """Raises where an example has other arrays than `[0]` of the train split."""
+    forms = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in example.items()}
+        for example in (train, other)
+    )
+    expected, found = forms
+    for name in expected | found:
+        old, new = (form.get(name, "nothing") for form in (expected, found))
+        if old != new:
+            raise ValueError(
+                f"the data gives {name!r} as {new} {where} and {old} in split "
+                "'train'. Let all examples have the same arrays."
+            )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def _words(facts: Mapping[str, object]) -> str:
+    forms = {int: ",", float: ".4g"}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {format(value, forms.get(type(value), ''))}"
+        for name, value in facts.items()
+        if name != "digest"
+    )

@@ -1,0 +1,1 @@
+"""Proof that a run recovers exactly: certificates, drills, soaks."""
