@@ -108,7 +108,7 @@ def restoring(mib: int, rounds: int, folder: Path) -> dict:
     seconds: dict[str, list[float]] = {"restore": [], "read": []}
     for i in range(rounds + 1):  # the first to warm up
         begin = time.perf_counter()
-        jax.block_until_ready(checkpoints.restore(1, layout, mesh))  # type: ignore
+        jax.block_until_ready(checkpoints.restore(1, layout, mesh)[0])  # type: ignore
         middle = time.perf_counter()
         size = read(folder / "large" / "1")
         if i:

@@ -26,7 +26,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Threads for all collectives that devices wait in (see trainer/commands/actions.py),
+# Threads for all collectives that devices wait in (see trainer/commands/devices.py),
 # here and not in the processes that tests start.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("NPROC", "32")

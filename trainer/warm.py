@@ -25,8 +25,9 @@ from . import cli
 # What `meshloom train` imports before its first step, on any config of ours.
 MODULES = (
     "meshloom.models.transformer",
-    "meshloom.trainer.commands.actions",
+    "meshloom.trainer.job.joining",
     "meshloom.trainer.job.preemption",
+    "meshloom.trainer.plan.choosing",
     "meshloom.trainer.run.train",
     "grain",
     "jax.experimental.multihost_utils",

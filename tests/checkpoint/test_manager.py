@@ -107,7 +107,7 @@ def test_restores_bit_equal_into_the_cuts_of_any_mesh(saved, sizes):
     mesh = make_mesh(**sizes)
     layout = plan(mesh)
     checkpoints = Checkpoints(folder, keep=2)
-    found = checkpoints.restore(3, layout, mesh)
+    found, _ = checkpoints.restore(3, layout, mesh)
     checkpoints.close()
     assert isinstance(found, State)
     assert_equal(found, state)
@@ -148,7 +148,7 @@ def test_states_of_other_optimizers(tmp_path, mesh, optimizer):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, state)
     checkpoints.wait()
-    assert_equal(checkpoints.restore(3, layout, mesh), state)
+    assert_equal(checkpoints.restore(3, layout, mesh)[0], state)
     checkpoints.close()
 
 
@@ -168,7 +168,7 @@ def test_a_save_does_not_see_the_steps_after_it(tmp_path, mesh):
         state = step(state)
     jax.block_until_ready(state)
     checkpoints.wait()
-    assert_equal(checkpoints.restore(3, layout, mesh), expected)
+    assert_equal(checkpoints.restore(3, layout, mesh)[0], expected)
     checkpoints.close()
 
 
@@ -180,7 +180,7 @@ def test_saving_a_step_again_is_refused(tmp_path, mesh):
     checkpoints.wait()
     with pytest.raises(ValueError, match="step 3 is already saved in .* --workdir"):
         checkpoints.save(3, layout.create(jax.random.key(1), mesh))
-    assert_equal(checkpoints.restore(3, layout, mesh), first)
+    assert_equal(checkpoints.restore(3, layout, mesh)[0], first)
     checkpoints.close()
 
 

@@ -15,6 +15,7 @@ from meshloom.sharding import MeshSpec
 from meshloom.trainer.checkpoint import reading
 from meshloom.trainer.checkpoint.manager import STATE, committed_steps
 from meshloom.trainer.job import fault_points
+from meshloom.trainer.job.group import Group
 from meshloom.trainer.program.state import placed
 from meshloom.trainer.record import ledger
 from meshloom.trainer.record.failures import CorruptCheckpoint, Unreadable
@@ -36,7 +37,7 @@ def saved(tmp_path_factory):
 
 def test_each_process_reads_its_own_shards_alone(saved):
     path, tree, target = saved
-    found = reading.read_tree(path / STATE, target)["params"]["table"]
+    found = reading.read_tree(path / STATE, target, Group())["params"]["table"]
     assert jnp.array_equal(found, tree["params"]["table"])
     assert found.sharding.shard_shape(found.shape) == (8, 1024)
 
@@ -73,17 +74,16 @@ def test_only_what_was_read_and_is_wrong_is_corrupt(
     shutil.copytree(path, copy)
     strike(copy)
     with pytest.raises(error, match=f"checkpoint {copy}"):
-        reading.read_tree(copy / STATE, target)
+        reading.read_tree(copy / STATE, target, Group())
     assert capfd.readouterr().err == ""  # of orbax's other reads
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ECONNRESET, errno.ESTALE])
-def test_an_error_of_the_system_proves_nothing(saved, tmp_path, monkeypatch, code):
+def test_an_error_of_the_system_proves_nothing(saved, tmp_path, code):
     path, _, target = saved
     hold = fault_points.Hold("read", 3, 0, 1, str(tmp_path / "held"), errno=code)
-    monkeypatch.setenv(fault_points.VARIABLE, hold.to_json())
     with pytest.raises(Unreadable) as error:
-        reading.read_tree(path / STATE, target)
+        reading.read_tree(path / STATE, target, Group(hold=hold))
     assert error.value.errno == code
 
 

@@ -119,7 +119,7 @@ def test_a_failure_in_the_background_is_said_once_with_its_step(
     ]
     assert events[-1][1]["reason"] == line
     again = Checkpoints(tmp_path)
-    assert_equal(again.restore(1, layout, mesh), first)
+    assert_equal(again.restore(1, layout, mesh)[0], first)
     again.close()
 
 

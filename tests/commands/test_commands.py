@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import TINY, command
 
 from meshloom.trainer.cli import main
-from meshloom.trainer.commands import actions as commands
+from meshloom.trainer.commands import devices, train
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.record import metrics
 from meshloom.trainer.run import train as train_lib
@@ -64,7 +64,7 @@ def test_cpu_devices_get_threads_to_wait_in(monkeypatch):
         monkeypatch.delenv("NPROC", raising=False)
         if given:
             monkeypatch.setenv("NPROC", given)
-        commands._use_cpu(8)
+        devices.use_cpu(8)
         assert int(os.environ["NPROC"]) == expected
 
 
@@ -192,7 +192,7 @@ def test_fewer_processes_compute_more_parts(monkeypatch, full, now, given, expec
     monkeypatch.setenv("MESHLOOM_FULL_PROCESSES", str(full))
     sets = [f"num_microbatches={given}"]
     loaded = config_files.load([TINY], sets, root=train_lib.Config)
-    found = commands._with_fewer_processes(loaded, now)
+    found = train.with_fewer_processes(loaded, now)
     assert found.config.num_microbatches == expected
     if expected != given:
         origin = found.origins["num_microbatches"]

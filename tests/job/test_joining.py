@@ -1,5 +1,6 @@
 """Joining a job: all of its description, or none."""
 
+import os
 import socket
 import sys
 
@@ -19,7 +20,7 @@ JOB = {
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The calls of jax.joining.initialize, none of which is made; nobody is met."""
+    """The calls of jax.distributed.initialize, none of which is made; nobody is met."""
     calls = []
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda *args, **kw: calls.append((args, kw))
@@ -36,8 +37,8 @@ def describe(monkeypatch, job):
 
 
 def test_no_description_is_no_job(joined):
-    joining.initialize()
-    assert joined == []
+    group = joining.join(os.environ)
+    assert joined == [] and (group.index, group.size) == (0, 1)
 
 
 @pytest.mark.parametrize("missing", JOB)
@@ -45,7 +46,7 @@ def test_half_a_description_is_an_error(joined, monkeypatch, missing):
     job = JOB | {"MESHLOOM_NUM_PROCESSES": "2"}
     describe(monkeypatch, {k: v for k, v in job.items() if k != missing})
     with pytest.raises(ValueError, match=f"{missing} is not set.*or none"):
-        joining.initialize()
+        joining.join(os.environ)
     assert joined == []
 
 
@@ -54,13 +55,13 @@ def test_half_a_description_is_an_error(joined, monkeypatch, missing):
 def test_numbers_must_be_numbers(joined, monkeypatch, name, value):
     describe(monkeypatch, JOB | {name: value})
     with pytest.raises(ValueError, match=f"{name} must be a whole number"):
-        joining.initialize()
+        joining.join(os.environ)
     assert joined == []
 
 
 def test_joins_the_job_described(joined, monkeypatch):
     describe(monkeypatch, JOB)
-    joining.initialize()
+    joining.join(os.environ)
     ((args, settings),) = joined
     assert args == ("127.0.0.1:1234", 1, 0)
     # Not at all addresses of this machine, as jax does by itself.
@@ -70,7 +71,7 @@ def test_joins_the_job_described(joined, monkeypatch):
 def test_another_number_of_processes_than_promised(joined, monkeypatch):
     describe(monkeypatch, JOB | {"MESHLOOM_NUM_PROCESSES": "2"})
     with pytest.raises(ValueError, match="expected 2 processes, got 1"):
-        joining.initialize()
+        joining.join(os.environ)
 
 
 MEETING = """
@@ -78,12 +79,12 @@ import os, time
 from meshloom.launch.exit_codes import Unreachable
 from meshloom.trainer.job import joining
 
-joining.initialize()
-if os.environ["MESHLOOM_PROCESS_ID"] == "1":
+group = joining.join(os.environ)
+if group.index == 1:
     time.sleep(6)
     os._exit(0)
 try:
-    joining.wait_for_all("the bridge", seconds=1)
+    group.wait("the bridge", seconds=1)
 except Unreachable as error:
     print(error, flush=True)
 time.sleep(2)  # process 0 serves the others, who may have begun to wait after it
@@ -98,8 +99,8 @@ def test_a_meeting_names_who_did_not_come():
     first, second, third = jobs.run_job(3, 1, argv, timeout=120, env=env)
     for process in (first, third):
         assert (
-            "waited 1 s for all processes of this job at 'the bridge', but process 1 "
-            f"on {socket.gethostname()} did not come."
+            "waited 1 s for every process of this job at 'the bridge', but process 1 "
+            f"on {socket.gethostname()} did not arrive."
         ) in process.stdout, process
     assert "waited" not in second.stdout
 
@@ -127,15 +128,15 @@ def test_a_process_that_never_starts_is_named(started, tmp_path):
 
 
 LISTENING = """
-import jax, os
+import os
 from meshloom.trainer.job import joining
 
-joining.initialize()
-if jax.process_index() == 0:
+group = joining.join(os.environ)
+if group.index == 0:
     port = int(os.environ["MESHLOOM_COORDINATOR"].split(":")[1])
     rows = [r.split() for f in ("tcp", "tcp6") for r in open(f"/proc/net/{f}")]
     print([r[1] for r in rows if r[3] == "0A" and r[1].endswith(f":{port:04X}")])
-joining.wait_for_all("seen")
+group.wait("seen")
 """
 
 
@@ -167,4 +168,4 @@ def test_a_host_whose_own_name_has_no_address(joined, monkeypatch):
     describe(monkeypatch, JOB)
     monkeypatch.setattr(jax, "process_count", start)
     with pytest.raises(ValueError, match="the name of this host, .* has no address"):
-        joining.initialize()
+        joining.join(os.environ)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from meshloom.sharding import MeshSpec
 from meshloom.trainer.job import network_probe
+from meshloom.trainer.job.group import Group
 from meshloom.trainer.record import run_folder
 
 
@@ -18,7 +19,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def figures(mesh):
-    return network_probe.measure(mesh)
+    return network_probe.measure(mesh, Group())
 
 
 def test_every_axis_operation_and_size_is_measured(figures):
@@ -74,7 +75,7 @@ def test_a_slow_axis_is_called_out():
 def test_figures_are_shown_and_kept_once(mesh, tmp_path, monkeypatch):
     calls = []
 
-    def measure(mesh):
+    def measure(mesh, group):
         calls.append(mesh)
         return [figure("tensor", seconds=0.1), figure(seconds=0.5)]
 
@@ -84,7 +85,7 @@ def test_figures_are_shown_and_kept_once(mesh, tmp_path, monkeypatch):
     def run(hosts):
         console = Console(width=200, highlight=False)
         with console.capture() as shown:
-            network_probe.run(mesh, folder, hosts, console)
+            network_probe.run(mesh, Group(), folder, hosts, console)
         return shown.get()
 
     shown = run(["a", "b"])

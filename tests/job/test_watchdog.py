@@ -19,10 +19,9 @@ class Figure:
         return self.ready
 
 
-def test_steps_count_when_they_are_done(tmp_path, monkeypatch):
+def test_steps_count_when_they_are_done(tmp_path):
     file = tmp_path / "progress.json"
-    monkeypatch.setenv(progress_file.VARIABLE, str(file))
-    beats = watchdog.Watchdog(tmp_path, 0)
+    beats = watchdog.Watchdog(tmp_path, report_to=file)
     figures = [Figure(), Figure(), Figure()]
     for step, figure in enumerate(figures[:2], start=1):
         beats.started(step, figure)
@@ -45,8 +44,9 @@ def test_steps_count_when_they_are_done(tmp_path, monkeypatch):
 
 
 STUCK = """
-import pathlib, sys, threading, time
+import os, pathlib, sys, threading, time
 from meshloom.trainer.job import watchdog
+from meshloom.trainer.job.group import Group
 
 watchdog.POLL_SECONDS, watchdog.REQUEST_SECONDS = 0.02, 0.5
 number, seconds = int(sys.argv[2]), float(sys.argv[3])
@@ -55,8 +55,9 @@ def stuck_in_the_reader():
     time.sleep(60)
 
 threading.Thread(target=stuck_in_the_reader, daemon=True).start()
-beats = watchdog.Watchdog(pathlib.Path(sys.argv[1]), number, 3, start_seconds=seconds)
-with beats:
+group = Group(number, 3, object())
+folder = pathlib.Path(sys.argv[1])
+with watchdog.Watchdog(folder, group, start_seconds=seconds, end=os._exit):
     print("open", flush=True)
     time.sleep(60)
 """
@@ -98,7 +99,7 @@ def test_signs_of_life_keep_a_process_alive(tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(watchdog.Watchdog, "_end", lambda self, why: ended.append(why))
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.01)
-    with watchdog.Watchdog(tmp_path, 0, start_seconds=2) as beats:
+    with watchdog.Watchdog(tmp_path, start_seconds=2) as beats:
         for _ in range(30):
             time.sleep(0.1)
             beats.beat()
@@ -112,13 +113,13 @@ def test_signs_of_life_keep_a_process_alive(tmp_path, monkeypatch):
 def test_an_old_request_is_not_ours(tmp_path):
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / watchdog.REQUEST).write_text("old")
-    beats = watchdog.Watchdog(tmp_path, 0)
+    beats = watchdog.Watchdog(tmp_path)
     beats._began += 1
     assert not beats._is_asked()
 
 
 @pytest.mark.parametrize("seconds", [0, None])
 def test_zero_never_ends_the_process(tmp_path, seconds):
-    assert watchdog.Watchdog(tmp_path, 0, stall_seconds=seconds)._is_watched == (
+    assert watchdog.Watchdog(tmp_path, stall_seconds=seconds)._is_watched == (
         seconds is None
     )

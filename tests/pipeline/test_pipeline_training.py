@@ -158,7 +158,7 @@ def test_a_state_is_the_same_on_disk_whatever_pipeline_wrote_it(name, tmp_path):
         saved.close()
         plain = short_runs.prepare(config, "data=1")
         again = manager.Checkpoints(tmp_path / schedule)
-        states[mesh] = again.restore(3, plain.layout, plain.mesh)
+        states[mesh] = again.restore(3, plain.layout, plain.mesh)[0]
         again.close()
     one, staged = (jax.device_get(s) for s in states.values())
 

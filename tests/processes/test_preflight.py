@@ -164,7 +164,7 @@ def test_a_run_folder_that_only_looks_alike(config_file, tmp_path):
     for name in "ab":
         start = write_text(tmp_path / name)
         (start / "w").mkdir()
-        (start / "w" / ".rollcall-0123456789ab-1").touch()
+        (start / "w" / ".preflight-0123456789ab-1").touch()
         envs.append({"START": str(start)})
     first, second = train(config_file, envs, "--workdir", "w")
     assert (first.status, second.status) == (2, 2)
@@ -192,7 +192,7 @@ def test_processes_that_are_alike(config_file, tmp_path):
     (event,) = (row for row in events if row["event"] == "rollcall")
     assert event["hosts"] == [HERE, HERE]
     assert event["seconds"] == record["seconds"] < 1
-    assert not list(work.glob(".rollcall*"))
+    assert not list(work.glob(".preflight*"))
     network = json.loads((work / "network.json").read_text())
     assert network["mesh"] == {"data": 2} and network["hosts"] == [HERE, HERE]
     assert {figure["processes"] for figure in network["figures"]} == {2}
@@ -207,7 +207,7 @@ def test_a_config_that_one_process_cannot_read_ends_all(config_file, tmp_path):
     first, second = train(config_file, [start, wrong], "--workdir", str(tmp_path / "w"))
     assert (first.status, second.status) == (2, 2), (first, second)
     assert "did you mean 'seed'" in second.stderr
-    assert f"process 1 on {HERE} of this job failed, and all" in first.stderr
+    assert f"process 1 on {HERE} failed, and every other process" in first.stderr
     assert "did you mean 'seed'" in first.stderr
 
 

@@ -31,7 +31,6 @@ from job_runs import (
 
 from meshloom.launch.exit_codes import UNREACHABLE
 from meshloom.trainer import data
-from meshloom.trainer.job import joining as distributed
 from meshloom.trainer.record import metrics
 
 pytestmark = pytest.mark.processes
@@ -137,7 +136,7 @@ def test_one_process_writes_and_prints(run_of):
     # And in the roll-call each leaves a file for a moment, to see who else sees it.
     # Each keeps its compiled programs, too.
     strays = [path for path in written[1] if path.startswith(str(run.workdir))]
-    parts = ("checkpoints", ".rollcall-", "executables")
+    parts = ("checkpoints", ".preflight-", "executables")
     allowed = tuple(f"{run.workdir}/{part}" for part in parts)
     assert [path for path in strays if not path.startswith(allowed)] == []
 
@@ -226,7 +225,7 @@ def test_what_stops_one_process_stops_all(config_file, tmp_path):
         first, second = start(layout, config_file, folder).processes
     assert (first.status, second.status) == (2, 2), (first, second)
     assert "is in use by another process" in first.stderr
-    words = f"process 0 on {socket.gethostname()} of this job failed, and all others"
+    words = f"process 0 on {socket.gethostname()} failed, and every other process"
     assert words in second.stderr and "is in use by another" in second.stderr
     assert first.stderr.count("\n") == second.stderr.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == [".lock"]
@@ -239,10 +238,3 @@ def test_an_error_in_one_process_ends_the_job(config_file, tmp_path):
     assert second.stderr.startswith("meshloom: disk: Input/output error. It may pass")
     assert second.status == UNREACHABLE
     assert first.status not in (0, 2), first  # its collective has lost its peer
-
-
-def test_processes_that_differ_are_told_apart(monkeypatch):
-    monkeypatch.setattr(distributed, "_gather", lambda value: [value, 7])
-    assert distributed.agree("step", 7) == 7
-    with pytest.raises(ValueError, match="differ in step: 3 in process 0, 7 in proces"):
-        distributed.agree("step", 3)

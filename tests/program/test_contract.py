@@ -27,7 +27,7 @@ from meshloom.models.dropout import dropout
 from meshloom.sharding import MeshSpec
 from meshloom.trainer.checkpoint.manager import Checkpoints
 from meshloom.trainer.cli import main
-from meshloom.trainer.commands import actions
+from meshloom.trainer.commands.train import with_fewer_processes
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.data import Order
 from meshloom.trainer.data.batches import Batches, device_batches
@@ -299,7 +299,7 @@ def test_microbatches_of_a_batch_norm_are_never_changed_in_silence(
         run(tmp_path / "run", mesh=mesh, num_steps=1, num_microbatches=3)
     monkeypatch.setenv("MESHLOOM_FULL_PROCESSES", "4")
     loaded = config_files.Loaded(CONFIG, {}, "", ())
-    assert actions._with_fewer_processes(loaded, 2) is loaded
+    assert with_fewer_processes(loaded, 2) is loaded
     assert choosing._counts(CONFIG, 24) == [1]
 
 
@@ -321,7 +321,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path, one_device):
     checkpoints.save(8, state, {})
     checkpoints.wait()
     other = short_runs.prepare(CONFIG, "data=2,tensor=2")
-    found = checkpoints.restore(8, other.layout, other.mesh)
+    found, _ = checkpoints.restore(8, other.layout, other.mesh)
     checkpoints.close()
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -17,6 +17,7 @@ from meshloom.trainer.cli import main
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.config import tree as config_tree
 from meshloom.trainer.record import run_folder
+from meshloom.trainer.record.invocation import Invocation
 from meshloom.trainer.run.train import Config
 
 SENTINEL = "s3ntinel-4711"
@@ -166,11 +167,10 @@ def test_nothing_secret_is_in_a_run_folder(tmp_path):
     assert [path for path in files if SENTINEL.encode() in path.read_bytes()] == []
 
 
-def test_the_recorded_command_has_no_secret(monkeypatch):
-    argv = ["meshloom", "train", "--set", f"x.api_key={SENTINEL}"]
-    monkeypatch.setattr("sys.argv", argv)
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=gs://me:{SENTINEL}@bucket")
-    found = run_folder.environment({"data": 1})
+def test_the_recorded_command_has_no_secret():
+    argv = ["train", "--set", f"x.api_key={SENTINEL}"]
+    environ = {"XLA_FLAGS": f"--xla_dump_to=gs://me:{SENTINEL}@bucket"}
+    found = run_folder.environment({"data": 1}, 1, Invocation.of(argv, environ))
     assert SENTINEL not in json.dumps(found)
     assert found["command"] == "meshloom train --set 'x.api_key=***'"
     assert found["xla_flags"] == "--xla_dump_to=gs://***@bucket"

@@ -20,6 +20,7 @@ from tiny_runs import main
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import data
 from meshloom.trainer.checkpoint import manifest
+from meshloom.trainer.job.group import Group
 from meshloom.trainer.record import file_digests, ledger, ledger_audit
 from meshloom.trainer.run import data_identity, train
 
@@ -160,7 +161,8 @@ def established(corpus, folder, **settings):
     source = data.Text(path=str(corpus), length=16, holdout=0)
     datasets = {"train": source.open("train")}
     settings = {"insist": False, "say": print} | settings
-    return data_identity.establish(datasets, folder, folder / "checkpoints", **settings)
+    saved = folder / "checkpoints"
+    return data_identity.establish(datasets, Group(), [0], folder, saved, **settings)
 
 
 def test_a_resume_reads_only_files_that_look_changed(corpus, tmp_path, counting):
@@ -228,6 +230,7 @@ def test_a_damaged_record_is_named(tmp_path):
 PROGRAM = """
 import sys
 from meshloom.trainer import cli
+from meshloom.trainer.job.group import Group
 from meshloom.trainer.record import file_digests
 own = file_digests._stamp
 def stamp(path, progress):

@@ -300,10 +300,10 @@ def test_a_writer_that_is_not_installed(run, capfd, monkeypatch):
 
 def test_our_own_defects_keep_their_traceback(monkeypatch, tmp_path):
     """A ValueError from inside a library is not dressed up as the user's mistake."""
-    from meshloom.trainer.commands import actions as commands
+    from meshloom.trainer.commands import config
 
-    monkeypatch.setattr(commands, "config_show", lambda args: int("x"))
-    monkeypatch.setitem(vars(commands), "__name__", "elsewhere")
+    monkeypatch.setattr(config, "_show", lambda args: int("x"))
+    monkeypatch.setitem(vars(config), "__name__", "elsewhere")
     with pytest.raises(ValueError, match="invalid literal"):
         main(["config", "show"])
 

@@ -84,7 +84,7 @@ def test_what_has_no_copies_is_not_digested(mesh, monkeypatch):
 
 def test_the_run_stops_and_leaves_evidence(mesh, tmp_path):
     x = placed(mesh, P("fsdp", None), "bfloat16")
-    check = replica_check.CheckReplicas(10, tmp_path, sound=3)
+    check = replica_check.CheckReplicas(10, tmp_path, process=0, sound=3)
     check(10, State(placed(mesh, P()), {"w": x}, {}))
     bad = State(placed(mesh, P()), {"w": flipped(x, 6)}, {})
     with pytest.raises(replica_check.ReplicasDiffer) as error:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from ..job import joining
+from ..job.group import Group
 from ..program.build import Program
 from ..program.state import State
 from ..record.failures import CorruptCheckpoint
@@ -44,14 +44,14 @@ def find(source: str, program: Program) -> Stored:
     return stored
 
 
-def begin(stored: Stored, program: Program) -> tuple[State, str]:
-    """A new state with the weights of a checkpoint, and what was taken, in words."""
+def begin(stored: Stored, program: Program, group: Group) -> tuple[State, str]:
+    """Initializes the state from a checkpoint's weights; also returns a log line."""
     layout, mesh = program.layout, program.mesh
     where = f"init_from: checkpoint {stored.path}"
     try:
         # Before the digests: a process that gives up alone leaves the others waiting.
-        with joining.all_or_none("init_from"):
-            found = restore_part(stored.folder, stored.step, _target(program))
+        with group.all_or_none("init_from"):
+            found = restore_part(stored.folder, stored.step, _target(program), group)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"init_from: {error}. Choose another.") from error
     if paths := manifest.differences(stored.manifest(), found):

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from ..job import fault_points, joining
+from ..job.group import Group
 from ..program.state import Layout, State, placed
 from ..record.failures import CorruptCheckpoint
 from ..record.save_errors import GONE, SaveFailed, quiet_logs, save_failed
@@ -43,6 +42,7 @@ class Checkpoints:
     the step it belongs to.
 
     Args:
+      group: the processes that save together; by default this one alone.
       keep: how many of the newest to keep; None keeps all.
       keep_every: steps that are multiples of it are kept too; 0 for none.
       keep_best: how many of those with the lowest loss are kept too.
@@ -54,6 +54,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: epath.PathLike,
+        group: Group | None = None,
         *,
         keep: int | None = 3,
         keep_every: int = 0,
@@ -62,9 +63,12 @@ class Checkpoints:
     ):
         quiet_logs()
         self.folder = location(folder)
+        self._group = group = group or Group()
         self._event = event
         self._losses: dict[int, float | None] = {}
-        self._barrier = SaveBarrier(lambda error: self._failed(self._saving, error))
+        self._barrier = SaveBarrier(
+            group, lambda error: self._failed(self._saving, error)
+        )
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -132,14 +136,14 @@ class Checkpoints:
             manifest.ITEM: ocp.args.JsonSave(made),
         }
         self._saving = step
-        fault_points.reached("write", step, jax.process_index())
+        self._group.reached("write", step)
         try:
             started = self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError) as error:
             raise self._failed(step, error) from error
         if not started:
             raise ValueError(f"orbax refused to save step {step} in {self.folder}")
-        fault_points.reached("save", step, jax.process_index())
+        self._group.reached("save", step)
         end = time.perf_counter()
         stall = Stall(
             end - since, digested - begin, waited - digested, end - waited, waited_for
@@ -149,7 +153,7 @@ class Checkpoints:
         return stall
 
     def _before_commit(self) -> None:
-        fault_points.reached("commit", self._saving, jax.process_index())
+        self._group.reached("commit", self._saving)
 
     def _commit(self, step: int) -> None:
         """Waits until a step is whole on disk; runs in the background."""
@@ -157,7 +161,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             if _place(self.folder) != self._place:
                 raise FileNotFoundError(GONE)
-            if jax.process_index() == 0 and not _is_committed(self.folder / str(step)):
+            if self._group.is_first and not _is_committed(self.folder / str(step)):
                 raise FileNotFoundError("it is not there after it was written")
         except Exception as error:  # of tensorstore and orbax, of many types
             failed = self._failed(step, error)
@@ -192,24 +196,29 @@ class Checkpoints:
             self._losses[step] = found.get(manifest.LOSS)
         return self._losses.get(step)
 
-    def restore(self, step: int, layout: Layout, mesh: Any) -> State:
-        """The state of a step, straight into the layout of this mesh.
+    def restore(
+        self, step: int, layout: Layout, mesh: Any
+    ) -> tuple[State, dict[str, Any]]:
+        """Restores a step straight into the shardings of this mesh, and verifies it.
 
         Every process must call this, and all end alike, whatever one of them meets:
-        CorruptCheckpoint where it is not what was saved, Unreadable where storage did
-        not give it, ValueError where it is the state of another model or optimizer.
+        CorruptCheckpoint if it is not what was saved, Unreadable if storage did not
+        deliver it, ValueError if it is the state of another model or optimizer.
+
+        Returns:
+          The state, with layers in their own order, and the manifest.
         """
         target = layout.placed(mesh).to_tree()
         where = f"checkpoint {self.folder / str(step)}"
-        with joining.all_or_none(f"restore {step}", READ_SECONDS):
+        with self._group.all_or_none(f"restore {step}", READ_SECONDS):
             saved, tree = self._read(step, target)
-        fault_points.reached("restore", step, jax.process_index())
+        self._group.reached("restore", step)
         if paths := manifest.differences(saved, tree):
             raise CorruptCheckpoint(
                 f"{where} is not what was saved: the digests of {len(paths)} arrays "
                 f"differ, first {paths[0]}"
             )
-        return State(**tree)
+        return State(**tree), saved
 
     def _read(self, step: int, target: Any) -> tuple[dict[str, Any], Any]:
         """The manifest, and this process's part of the arrays."""
@@ -221,7 +230,7 @@ class Checkpoints:
                 "Use the config that it was saved with, or another --workdir:\n"
                 + "\n".join(lines)
             )
-        return saved, reading.read_tree(path / STATE, target)
+        return saved, reading.read_tree(path / STATE, target, self._group)
 
     def set_aside(self, step: int, why: str = "corrupt") -> epath.Path:
         """Renames a committed step, so that it counts no longer; the new path.
@@ -229,8 +238,8 @@ class Checkpoints:
         Every process must call this; the first renames.
         """
         path, aside = self.folder / str(step), self.folder / f"{why}-{step}"
-        with joining.all_or_none(f"set aside {step}"):
-            if jax.process_index() == 0:
+        with self._group.all_or_none(f"set aside {step}"):
+            if self._group.is_first:
                 if aside.exists():
                     aside.rmtree()
                 path.rename(aside)
@@ -310,20 +319,21 @@ def _is_committed(path: epath.Path) -> bool:
 def restore_params(
     folder: epath.PathLike, step: int, params: Any, shardings: Any
 ) -> Any:
-    """The parameters alone, without the optimizer's state; waits for nobody.
+    """Restores the parameters without the optimizer's state, in this process alone.
 
     Args:
       params: the parameters as ShapeDtypeStructs.
     """
-    return restore_part(folder, step, {"params": placed(params, shardings)})["params"]
+    target = {"params": placed(params, shardings)}
+    return restore_part(folder, step, target, Group())["params"]
 
 
 def restore_part(
-    folder: epath.PathLike, step: int, target: dict[str, Any]
+    folder: epath.PathLike, step: int, target: dict[str, Any], group: Group
 ) -> dict[str, Any]:
-    """Some parts of a state by name, without the rest of it.
+    """Restores some parts of a state by name, without the rest of it.
 
     Args:
       target: the parts as ShapeDtypeStructs with shardings.
     """
-    return reading.read_tree(location(folder) / str(step) / STATE, target)
+    return reading.read_tree(location(folder) / str(step) / STATE, target, group)

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from ..job import fault_points
+from ..job.group import Group
 from ..record import failures
 from ..record.failures import CorruptCheckpoint, Unreadable
 
@@ -30,14 +29,14 @@ CLOSED = "Event loop is closed"  # what asyncio says
 WRONG_TEXT = (json.JSONDecodeError, UnicodeDecodeError, KeyError)
 
 
-def read_tree(path: epath.Path, target: Any) -> Any:
+def read_tree(path: epath.Path, target: Any, group: Group) -> Any:
     """Reads this process's shards of a tree that orbax has saved.
 
     Args:
       path: the folder of the tree.
       target: ShapeDtypeStructs with shardings; a part of the tree is enough.
     """
-    me = jax.process_index()
+    me = group.index
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     args = ocp.args.PyTreeRestore(
@@ -50,26 +49,26 @@ def read_tree(path: epath.Path, target: Any) -> Any:
         ocp.Checkpointer(handler, multiprocessing_options=alone) as reader,
     ):
         try:
-            fault_points.reached("read", int(path.parent.name), me)
+            group.reached("read", int(path.parent.name))
             return reader.restore(path, args=args)
         except Exception as error:  # of tensorstore and orbax, of many types
-            raise judged(error, path) from error
+            raise judged(error, path, group.describe(me)) from error
 
 
-def judged(error: Exception, path: epath.Path) -> CorruptCheckpoint | Unreadable:
-    """What an error says of the checkpoint that was being read."""
+def judged(
+    error: Exception, path: epath.Path, reader: str = "this process"
+) -> CorruptCheckpoint | Unreadable:
+    """Returns the error to raise: is the checkpoint corrupt, or storage unavailable?"""
     reason = _reason(error)
     where = f"checkpoint {path.parent}"
     status = reason.partition(":")[0]
     is_missing = status == NOT_FOUND or isinstance(error, FileNotFoundError)
     if is_missing and not path.parent.exists():
         # Committed, as all have agreed; this process does not see it (yet, or again).
-        return Unreadable(f"{where} is not there for process {jax.process_index()}")
+        return Unreadable(f"{where} is not visible to {reader}")
     if is_missing or status in WRONG_BYTES or isinstance(error, WRONG_TEXT):
         return CorruptCheckpoint(f"{where} cannot be read: {reason}")
-    found = Unreadable(
-        f"{where} could not be read by process {jax.process_index()}: {reason}"
-    )
+    found = Unreadable(f"{where} could not be read by {reader}: {reason}")
     found.errno = failures.errno_of(error) or failures.errno_of(reason)
     return found
 

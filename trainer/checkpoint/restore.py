@@ -1,4 +1,4 @@
-"""Where a run goes on: from its newest checkpoint that is what was saved."""
+"""Finds where a run continues: at its newest checkpoint that is what was saved."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import itertools
 from rich.console import Console
 
 from ...launch.exit_codes import Unreachable
-from ..job import joining
+from ..job.group import Group
 from ..program.build import Program
 from ..program.state import State
 from ..record.failures import CorruptCheckpoint, Unreadable
@@ -34,28 +34,32 @@ class Position:
 def restore_newest(
     checkpoints: Checkpoints,
     program: Program,
+    group: Group,
     ledger: Ledger,
     console: Console,
     *,
     before: int | None = None,
 ) -> Position | None:
-    """The newest checkpoint, of a step before `before` if given; None with none.
+    """Restores the newest checkpoint, older than step `before` if given.
 
-    All processes of a job take the same, whatever one of them meets. A checkpoint that
-    is not what was saved is set aside, with a line that says so, and the one before it
-    is taken. One that storage does not give may still be whole: the attempt ends, to be
-    made again. Where the next attempt cannot read it either, the one before it is
-    tried, and only when that could be read is the newer one set aside.
+    All processes of a job restore the same one, whatever one of them meets. A
+    checkpoint that is not what was saved is set aside, with a message, and the one
+    before it is restored. One that storage does not deliver may still be intact: the
+    attempt ends, to be made again. If the next attempt cannot read it either, the one
+    before it is tried, and only once that could be read is the newer one set aside.
+
+    Returns:
+      None if there is no checkpoint.
     """
     unreadable: list[tuple[int, str]] = []
-    while step := _newest(checkpoints, before):
+    while step := _newest(checkpoints, group, before):
         try:
-            state = checkpoints.restore(step, program.layout, program.mesh)
+            state, saved = checkpoints.restore(step, program.layout, program.mesh)
         except CorruptCheckpoint as error:
             _set_aside(checkpoints, step, str(error), "corrupt", ledger, console)
             continue
         except Unreadable as error:
-            if not _was_unreadable(step, ledger):
+            if not _was_unreadable(step, group, ledger):
                 ledger.event_now("unreadable", step=step, reason=str(error))
                 raise Unreachable(
                     f"{error}. Nothing was changed. Run the same command again to "
@@ -67,7 +71,7 @@ def restore_newest(
             continue
         for later, reason in unreadable:
             _set_aside(checkpoints, later, reason, "unreadable", ledger, console)
-        return _position(checkpoints, step, state, program, ledger)
+        return _position(step, state, saved, program, ledger)
     if unreadable:
         step, reason = unreadable[0]
         raise Unreachable(
@@ -78,25 +82,22 @@ def restore_newest(
 
 
 def _position(
-    checkpoints: Checkpoints,
-    step: int,
-    state: State,
-    program: Program,
-    ledger: Ledger,
+    step: int, state: State, saved: dict, program: Program, ledger: Ledger
 ) -> Position:
-    saved = manifest.read(checkpoints.folder, step)
+    layout, mesh = program.layout, program.mesh
     position = Position(
         step,
-        program.layout.arranged(state, program.mesh),
+        layout.arranged(state, mesh),
         _batches_ahead(saved, step, program.batch_size),
     )
-    # Of the arrays that training goes on with, not of what the manifest says.
-    canonical = program.layout.canonical(position.state, program.mesh)
+    # The digest of the arrays that training goes on with: those that `restore` has
+    # compared with the manifest, unless their layers have been reordered since.
+    digest = manifest.state_digest(saved)
+    if layout.order is not None:
+        reordered = layout.canonical(position.state, mesh)
+        digest = manifest.tree_digest(reordered.to_tree())
     ledger.event(
-        "restore",
-        step=step,
-        batch=step + position.batches_ahead,
-        state=manifest.tree_digest(canonical.to_tree()),
+        "restore", step=step, batch=step + position.batches_ahead, state=digest
     )
     return position
 
@@ -114,8 +115,8 @@ def _set_aside(
     ledger.event_now("set_aside", step=step, reason=reason)
 
 
-def _newest(checkpoints: Checkpoints, before: int | None) -> int:
-    """The newest step as process 0 sees it; 0 for none.
+def _newest(checkpoints: Checkpoints, group: Group, before: int | None) -> int:
+    """Returns the newest step that process 0 sees; 0 if there is none.
 
     Others may see a shared folder as it was a second ago.
     """
@@ -124,11 +125,11 @@ def _newest(checkpoints: Checkpoints, before: int | None) -> int:
         steps = committed_steps(checkpoints.folder)
         return {"step": max((s for s in steps if not before or s < before), default=0)}
 
-    return joining.consult("newest checkpoint", {}, judge)["step"]
+    return group.consult("newest checkpoint", {}, judge)["step"]
 
 
-def _was_unreadable(step: int, ledger: Ledger) -> bool:
-    """Whether an attempt since the last restore has tried this step in vain."""
+def _was_unreadable(step: int, group: Group, ledger: Ledger) -> bool:
+    """Returns whether an attempt since the last restore failed to read this step."""
 
     def judge(_) -> dict[str, bool]:
         rows = reversed(ledger.read())
@@ -136,7 +137,7 @@ def _was_unreadable(step: int, ledger: Ledger) -> bool:
         tried = (row["step"] for row in since if row["event"] == "unreadable")
         return {"tried": step in tried}
 
-    return joining.consult("unreadable checkpoint", {}, judge)["tried"]
+    return group.consult("unreadable checkpoint", {}, judge)["tried"]
 
 
 def _batches_ahead(saved: dict, step: int, batch_size: int) -> int:

@@ -1,7 +1,7 @@
-"""Where processes wait for one another in a save, unless one of them has failed.
+"""Where processes wait for each other in a save, until one of them fails.
 
-A checkpoint counts when every process has written its part. Orbax's own barrier lets
-the others wait 20 minutes for a process that could not write.
+A checkpoint counts once every process has written its part. In orbax's own barrier the
+others wait 20 minutes for a process that could not write.
 """
 
 import json
@@ -9,40 +9,40 @@ import sys
 import threading
 from collections.abc import Callable
 
-import jax
-import orbax.checkpoint as ocp
-
-from ..job import joining
+from ..job.group import Group
 from ..record.save_errors import SaveFailed
 
-FAILED_KEY = "meshloom/save failed"  # the first failure; the job ends with it
+FAILED = "save failed"  # the key of the first failure; the job ends with it
 POLL_SECONDS = 0.25
 
 
 class SaveBarrier:
-    """A `barrier_sync_fn` of orbax that ends as soon as a process says it has failed.
+    """A `barrier_sync_fn` for orbax that ends as soon as any process reports a failure.
 
-    It raises SaveFailed then, with the reason of that process.
+    It then raises SaveFailed with the reason of that process.
 
     Args:
-      failed: makes the error to raise, from what orbax has met in this process.
+      make_error: turns what orbax raised in this process into the error to report.
     """
 
-    def __init__(self, failed: Callable[[Exception], SaveFailed]):
-        self._made = failed
+    def __init__(self, group: Group, make_error: Callable[[Exception], SaveFailed]):
+        self._group, self._make_error = group, make_error
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         error = sys.exception()
         if isinstance(error, Exception):
-            # Orbax cleans up, and would wait here for those who wait elsewhere for it.
-            self.fail(self._made(error))
+            # Orbax is cleaning up; waiting here for processes that wait elsewhere for
+            # this one would never end.
+            self.fail(self._make_error(error))
             return
-        done = threading.Event()
+        if self._group.size == 1:
+            return
+        store, done = self._group.store, threading.Event()
         errors: list[Exception] = []
 
         def wait() -> None:
             try:
-                ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+                store.barrier(self._group.key(key), timeout_ms / 1000)
             except Exception as error:
                 errors.append(error)
             done.set()
@@ -56,27 +56,19 @@ class SaveBarrier:
 
     def fail(self, error: SaveFailed) -> None:
         """Tells the others that this process could not write its part."""
-        if jax.process_count() == 1:
+        group = self._group
+        if group.size == 1:
             return
-        facts = {
-            "process": jax.process_index(),
-            "reason": str(error),
-            "errno": error.errno,
-        }
-        joining.store().key_value_set(
-            FAILED_KEY, json.dumps(facts), allow_overwrite=True
-        )
+        facts = {"process": group.index, "reason": str(error), "errno": error.errno}
+        group.store.set(group.key(FAILED), json.dumps(facts))
 
     def _failed(self) -> SaveFailed | None:
-        try:
-            text = joining.store().key_value_try_get(FAILED_KEY)
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" not in str(error):
-                raise
+        text = self._group.store.get(self._group.key(FAILED))
+        if text is None:
             return None
         facts = json.loads(text)
         failed = SaveFailed(
-            f"{joining.name(facts['process'])} could not write its part: "
+            f"{self._group.describe(facts['process'])} could not write its part: "
             f"{facts['reason']}"
         )
         failed.errno = facts["errno"]

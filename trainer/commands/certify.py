@@ -2,30 +2,22 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from .flags import add_config_flags, command
 
 FAILED = 1  # exit status where a level of any mesh fails
 
 
-def add(
-    commands,
-    command: Callable[..., argparse.ArgumentParser],
-    config_flags: Callable[..., None],
-) -> None:
-    """Adds `certify` to the commands.
-
-    Args:
-      command: makes a parser with what it runs.
-      config_flags: adds --config and --set to a parser.
-    """
+def add(commands) -> None:
+    """Adds `certify` to the commands."""
     parser = command(
         commands,
         "certify",
         _certify,
         "prove that a run continues exactly on other meshes; status 1 if it does not",
     )
-    config_flags(parser, "default", mesh=False)
+    add_config_flags(parser, "default", mesh=False)
     parser.add_argument(
         "--meshes",
         nargs="+",

@@ -5,12 +5,14 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from .flags import command
+
 # Exit status of `verify` and `diff` that found something.
 FOUND = 1
 
 
-def add(commands, command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds `ckpt` to the commands; `command` makes a parser with what it runs."""
+def add(commands) -> None:
+    """Adds `ckpt` to the commands."""
     parser = commands.add_parser("ckpt", help="look into checkpoints")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 

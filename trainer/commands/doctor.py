@@ -1,25 +1,23 @@
 """The command `meshloom doctor`."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from .flags import add_config_flags, command
 
 UNFIT = 1  # exit status where there is a problem
 
 
-def add(
-    commands,
-    command: Callable[..., argparse.ArgumentParser],
-    config_flags: Callable[..., None],
-) -> None:
-    """Adds `doctor` to the commands; `command` and `config_flags` as for certify."""
+def add(commands) -> None:
+    """Adds `doctor` to the commands."""
     parser = command(
         commands,
         "doctor",
         _doctor,
         "look whether this machine is fit to train; status 1 if something is wrong",
     )
-    config_flags(parser, None, mesh=False)
+    add_config_flags(parser, None, mesh=False)
     parser.add_argument(
         "--workdir", type=Path, metavar="DIR", help="the run folder; default: runs"
     )

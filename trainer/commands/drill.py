@@ -1,14 +1,15 @@
 """The command `meshloom drill`."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
+
+from .flags import command
 
 FAILED = 1  # exit status where a fault was not recovered from
 
 
-def add(commands, command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds `drill` to the commands; `command` makes a parser with what it runs."""
+def add(commands) -> None:
+    """Adds `drill` to the commands."""
     parser = command(
         commands,
         "drill",

@@ -1,14 +1,15 @@
 """The command `meshloom ledger`."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
+
+from .flags import command
 
 FAILED = 1  # exit status of an audit that found a fault
 
 
-def add(commands, command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds `ledger` to the commands; `command` makes a parser with what it runs."""
+def add(commands) -> None:
+    """Adds `ledger` to the commands."""
     parser = commands.add_parser("ledger", help="look into the ledger of a run")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     audit = command(

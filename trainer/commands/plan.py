@@ -1,11 +1,11 @@
 """The command `meshloom plan`: flags, and the plan of one config on one mesh."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import plan_schedule, plan_search
+from .flags import add_config_flags, command, load
 
 if TYPE_CHECKING:
     from ..run.train import Config
@@ -21,19 +21,15 @@ NEEDS = {
 }
 
 
-def add(
-    commands,
-    command: Callable[..., argparse.ArgumentParser],
-    config_flags: Callable[..., None],
-) -> None:
-    """Adds `plan` to the commands; `command` and `config_flags` as for certify."""
+def add(commands) -> None:
+    """Adds `plan` to the commands."""
     parser = command(
         commands,
         "plan",
         _plan,
         "say what a run costs on devices that need not be here, before it starts",
     )
-    config_flags(parser, "default")
+    add_config_flags(parser, "default")
     parser.add_argument(
         "--target",
         metavar="DEVICES",
@@ -61,7 +57,7 @@ def add(
         "--keep-hlo", type=Path, metavar="FILE", help="keep the compiled program's text"
     )
     plan_search.add_flags(parser)
-    plan_schedule.add(parser.add_subparsers(metavar="ACTION"), command)
+    plan_schedule.add(parser.add_subparsers(metavar="ACTION"))
 
 
 def _plan(args: argparse.Namespace) -> int | None:
@@ -113,11 +109,9 @@ def _check(args: argparse.Namespace) -> None:
 def _load(args: argparse.Namespace) -> "Config":
     import jax
 
-    from . import actions
-
     # Shapes need no accelerator; taking one here would keep a training from it.
     jax.config.update("jax_platforms", "cpu")
-    return actions.load_config(args)
+    return load(args).config
 
 
 def _show(args: argparse.Namespace, config: "Config", name: str) -> bool:

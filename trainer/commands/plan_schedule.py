@@ -3,9 +3,10 @@
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from .flags import command
 
 if TYPE_CHECKING:
     from ...sharding.pipeline.simulate import Sizes
@@ -19,8 +20,8 @@ NEEDS = {
 }
 
 
-def add(actions, command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds `schedule` to the actions of `plan`; `command` makes a parser."""
+def add(actions) -> None:
+    """Adds `schedule` to the actions of `plan`."""
     schedule = command(
         actions,
         "schedule",

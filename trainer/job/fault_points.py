@@ -1,20 +1,21 @@
-"""Points of a run at which a drill may hold it, to strike just there.
+"""Points of a run where a drill can hold it, in order to strike exactly there.
 
-A drill names a point, a step, a process and an attempt in MESHLOOM_HOLD, with a file
-to make. The process that comes there makes the file and waits, for the drill to remove
-it or to kill a process; or it gets an error of the system, as if storage had failed it.
-Without the variable, which only a drill sets, points cost nothing.
+A drill names a point, a step, a process and an attempt in MESHLOOM_HOLD, and a marker
+file. The process that reaches the point creates the file and waits until the drill
+removes it or kills a process; or it gets an OSError, as if storage had failed. Only
+drills set the variable; without it the points cost nothing.
 """
 
 import dataclasses
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 VARIABLE = "MESHLOOM_HOLD"
-# If no drill comes, the run goes on.
+# The run goes on if the drill does not respond.
 SECONDS = 60.0
 
 # "write": before the arrays of a step are handed over to be written; "save": after;
@@ -25,13 +26,13 @@ Point = Literal["write", "save", "commit", "read", "restore"]
 
 @dataclasses.dataclass(frozen=True)
 class Hold:
-    """What shall happen where.
+    """Where to hold a process.
 
     Attributes:
       step: 0 for any.
-      marker: the file to make.
-      seconds: to wait, if the file is not removed before.
-      errno: of an OSError to raise instead; 0 for none.
+      marker: the file to create.
+      seconds: how long to wait at most for the file to be removed.
+      errno: of an OSError to raise instead of waiting; 0 for none.
     """
 
     point: Point
@@ -45,21 +46,25 @@ class Hold:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str]) -> "Hold | None":
+        """Returns what a drill asks of this attempt of the job, if anything."""
+        if not (text := environ.get(VARIABLE)):
+            return None
+        hold = cls(**json.loads(text))
+        attempt = int(environ.get("MESHLOOM_ATTEMPT", "1"))
+        return hold if hold.attempt == attempt else None
 
-def reached(point: Point, step: int, process: int) -> None:
-    """Waits or fails here, if a drill has asked for it."""
-    text = os.environ.get(VARIABLE)
-    if not text:
-        return
-    hold = Hold(**json.loads(text))
-    attempt = int(os.environ.get("MESHLOOM_ATTEMPT", "1"))
-    here = (point, hold.step and step, process, attempt)
-    if here != dataclasses.astuple(hold)[:4]:
-        return
-    marker = Path(hold.marker)
-    marker.touch()
-    if hold.errno:
-        raise OSError(hold.errno, os.strerror(hold.errno))
-    deadline = time.monotonic() + hold.seconds
-    while marker.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    def reached(self, point: Point, step: int, process: int) -> None:
+        """Waits or fails if this is the point, the step and the process."""
+        if (point, process) != (self.point, self.process):
+            return
+        if self.step and step != self.step:
+            return
+        marker = Path(self.marker)
+        marker.touch()
+        if self.errno:
+            raise OSError(self.errno, os.strerror(self.errno))
+        deadline = time.monotonic() + self.seconds
+        while marker.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)

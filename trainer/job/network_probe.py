@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ...sharding.text import align, human_bytes
 from ..record.run_folder import RunFolder
-from . import joining
+from .group import Group
 
 FILE = "network.json"
 KIB, MIB = 1024, 1024 * 1024
@@ -65,8 +65,8 @@ class Figure:
         return dataclasses.asdict(self) | {"bytes_per_second": round(self.bandwidth)}
 
 
-def measure(mesh: Mesh) -> list[Figure]:
-    """Figures of every axis larger than 1; all processes must come here together."""
+def measure(mesh: Mesh, group: Group) -> list[Figure]:
+    """Measures every axis larger than 1. Every process must call this."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     sizes = CPU_SIZES if on_cpu else SIZES
     repeats = CPU_REPEATS if on_cpu else REPEATS
@@ -79,7 +79,7 @@ def measure(mesh: Mesh) -> list[Figure]:
         for size in sizes
     }
     # Compiling takes its time in each process; gloo waits no longer than 30 s.
-    joining.wait_for_all("probe")
+    group.wait("probe")
     return [
         Figure(
             axis,
@@ -186,18 +186,24 @@ def _rate(figure: Figure) -> str:
     return f"{human_bytes(round(figure.bandwidth))}/s"
 
 
-def run(mesh: Mesh, folder: RunFolder, hosts: Sequence[str], console: Console) -> None:
-    """Measures, shows and keeps the figures, unless an attempt before has done it.
+def run(
+    mesh: Mesh,
+    group: Group,
+    folder: RunFolder,
+    hosts: Sequence[str],
+    console: Console,
+) -> None:
+    """Measures, shows and keeps the figures, unless an earlier attempt did.
 
-    A job that comes back on the same hosts must not wait for what it knows.
+    A job that comes back on the same hosts need not measure again.
     """
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
     kind = mesh.devices.flat[0].device_kind
     setting = {"mesh": sizes, "device_kind": kind, "hosts": list(hosts)}
     report = {"known": folder.is_writer and _is_known(folder.path / FILE, setting)}
-    if joining.consult("network", report, lambda reports: reports[0])["known"]:
+    if group.consult("network", report, lambda reports: reports[0])["known"]:
         return
-    figures = measure(mesh)
+    figures = measure(mesh, group)
     slow = slow_axes(figures)
     console.print("The network, by axis of the mesh:")
     console.print("\n".join([table(figures), *slow]), markup=False)

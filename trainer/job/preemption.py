@@ -1,14 +1,14 @@
-"""Being told to leave: the first signal asks a run to save, the second ends it.
+"""Preemption: the first signal asks a run to save and leave, the second ends it.
 
-SIGTERM comes from schedulers, SIGINT from Ctrl-C. SIGUSR1 asks the same and never ends:
-mpirun and srun pass it on to every process, but have all of them killed where they are
-told to end themselves.
+SIGTERM comes from schedulers, SIGINT from Ctrl-C. SIGUSR1 asks the same and never ends
+the process: mpirun and srun pass it on to every process, but kill all of them when they
+are terminated themselves.
 
-A scheduler signals one process or all, at any time, and all processes must save
-at the same step. The one that was told says so in jax's store of keys and values; a
-thread of each process then says how far that process is, and all leave after the step
-that follows the furthest. jax has such an agreement of its own, but it begins only with
-the handler of SIGTERM that jax installs in C, which hides the second signal.
+A scheduler signals one process or all, at any time, and all processes must save at the
+same step. The process that was signaled sets a key in the group's store; a thread of
+each process then reports how far it is, and all leave after the step that follows the
+furthest. jax has such an agreement of its own, but it depends on the SIGTERM handler
+that jax installs in C, which hides the second signal.
 """
 
 import contextlib
@@ -19,22 +19,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import jax
-
-from . import joining
+from .group import WAIT_SECONDS, Group
 
 # Within this time a second signal is the first one again: GNU timeout sends each twice,
 # and schedulers may signal every process of a job.
 REPEAT_SECONDS = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENDING = (signal.SIGTERM, signal.SIGINT)  # what ends the process the second time
-# In jax's store: some process was told to leave, and how far each one is.
-KEY, STEPS_KEY = "meshloom/leave", "meshloom/leave_steps"
-WATCH_MS = 1000
+# Keys in the store: that some process was signaled, and how far each one is. A job
+# leaves once, so each key is used once.
+LEAVE, STEPS = "leave", "leave_steps"
+WATCH_SECONDS = 1.0
 
 
 class Preempted(Exception):
-    """The run was told to leave, and has saved."""
+    """The run was asked to leave, and has saved."""
 
     def __init__(self, step: int):
         super().__init__(f"told to stop: saved at step {step}")
@@ -42,18 +41,26 @@ class Preempted(Exception):
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Callable[[int], bool]]:
-    """Takes the signals; gives a function of the step: whether to leave after it.
+def listening(
+    group: Group, end: Callable[[int], object]
+) -> Iterator[Callable[[int], bool]]:
+    """Handles the signals and yields a function of the step: whether to leave after it.
 
-    It must be called after every step, with the same steps in all processes of a job,
-    and is true at the same step in all of them. Only for the main thread.
+    It must be called after every step, with the same steps in every process, and turns
+    true at the same step in all of them. Only for the main thread.
+
+    Args:
+      end: ends this process at once with an exit code, on the second signal.
     """
-    departure = _Together() if jax.process_count() > 1 else _Alone()
+    departure = _Together(group) if group.size > 1 else _Alone()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # A thread takes them: the main thread may be waiting for the devices.
     thread = threading.Thread(
-        target=_listen, args=(reader, departure.tell), name="preemption", daemon=True
+        target=_listen,
+        args=(reader, departure.tell, end),
+        name="preemption",
+        daemon=True,
     )
     before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -90,7 +97,8 @@ class _Alone:
 class _Together:
     """The departure of a job: all processes leave after the same step."""
 
-    def __init__(self):
+    def __init__(self, group: Group):
+        self._group = group
         self._lock = threading.Lock()  # held while the processes agree
         self._step = 0
         self._last: int | None = None  # the step after which all leave
@@ -101,7 +109,7 @@ class _Together:
         self._thread.start()
 
     def tell(self) -> None:
-        joining.store().key_value_set(KEY, "told", allow_overwrite=True)
+        self._group.store.set(self._group.key(LEAVE), "signaled")
 
     def after(self, step: int) -> bool:
         with self._lock:
@@ -115,25 +123,27 @@ class _Together:
     def _watch(self) -> None:
         while not self._closed:
             try:
-                joining.store().blocking_key_value_get(KEY, WATCH_MS)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" in str(error):
+                key = self._group.key(LEAVE)
+                if self._group.store.wait(key, WATCH_SECONDS) is None:
                     continue
-                return  # the job is at its end; whoever waits for it says so
-            with self._lock:  # the loop waits, until every process's thread is here
-                self._last = _furthest(self._step) + 1
+            except RuntimeError:
+                return  # the job is ending, and whoever waits for it reports why
+            with self._lock:  # the loop waits until every process's thread is here
+                self._last = _furthest(self._group, self._step) + 1
             return
 
 
-def _furthest(step: int) -> int:
-    """The largest of all processes' steps. A job leaves once, so keys are used once."""
-    store = joining.store()
-    store.key_value_set(f"{STEPS_KEY}/{jax.process_index()}", str(step))
-    store.wait_at_barrier(STEPS_KEY, int(1000 * joining.WAIT_SECONDS))
-    return max(int(found) for _, found in store.key_value_dir_get(STEPS_KEY))
+def _furthest(group: Group, step: int) -> int:
+    """Returns the largest of all processes' steps."""
+    key = group.key(STEPS)
+    group.store.set(f"{key}/{group.index}", str(step))
+    group.store.barrier(key, WAIT_SECONDS)
+    return max(map(int, group.store.values(key)))
 
 
-def _listen(reader: int, tell: Callable[[], None]) -> None:
+def _listen(
+    reader: int, tell: Callable[[], None], end: Callable[[int], object]
+) -> None:
     first = None
     while number := os.read(reader, 1):
         if number[0] not in SIGNALS:
@@ -147,7 +157,7 @@ def _listen(reader: int, tell: Callable[[], None]) -> None:
             _say(f"{name}: saving after this step, then leaving; {again} ends at once")
         elif number[0] in ENDING and now - first > REPEAT_SECONDS:
             _say(f"second signal ({name}): ending at once")
-            os._exit(128 + number[0])
+            end(128 + number[0])
 
 
 def _say(text: str) -> None:

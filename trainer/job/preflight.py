@@ -1,23 +1,23 @@
-"""The roll-call: before a step is trained, all processes say what they are.
+"""Preflight: before the first step, all processes report what they are.
 
 A job trains one program on one kind of machine. A host with another version, config,
-corpus or clock makes it hang, or train something else without a word. So each process
-reports twice: right after joining what it is, before anything that could hang; and when
-it has prepared, what it is about to do. Any difference ends the job in all processes
-with one table that names who is odd (see table.py).
+corpus or clock makes it hang, or silently train something else. So each process reports
+twice: right after joining what it is, before anything that could hang; and once it has
+prepared, what it is about to do. Any difference ends the job in all processes, with one
+table that names the odd one out (see preflight_table.py).
 
-Reports go through jax's store of keys and values, and need no devices that agree.
+Reports go through the group's store: the devices need not agree.
 """
 
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import shlex
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..config import tree as config_tree
-from . import joining, preflight_folders, preflight_table
+from . import preflight_table
+from .group import WAIT_SECONDS, Group, Report
+from .preflight_folders import FolderProbe
 
 if TYPE_CHECKING:
     from ..program.computation import Computation
@@ -58,79 +60,97 @@ Facts = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What all processes have said, for the run folder.
+    """What all processes have reported, for the run folder.
 
-    Empty where there is one process, and in all others than process 0: what a
-    thousand processes say is much to send to each of them.
+    Attributes:
+      processes: empty in a group of one and in all processes but the first: the reports
+        of a thousand processes are too much to send to each of them.
+      mark: made by process 0, the same in all processes of this attempt.
     """
 
     processes: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0
+    mark: str = ""
 
     def __add__(self, other: "Record") -> "Record":
         pairs = zip(self.processes, other.processes, strict=True)
         merged = tuple(a | b for a, b in pairs)
-        return Record(merged, round(self.seconds + other.seconds, 3))
+        return Record(merged, round(self.seconds + other.seconds, 3), self.mark)
 
     @property
     def hosts(self) -> list[str]:
         return [report["host"] for report in self.processes]
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {"processes": self.processes, "seconds": self.seconds}
 
 
-def who_we_are(config: "Computation") -> Record:
-    """The first round: what each process is. Raises where they differ."""
-    if jax.process_count() == 1:
+def who_we_are(
+    config: "Computation", group: Group, environ_flags: Mapping[str, str]
+) -> Record:
+    """Runs the first round: what each process is. Raises ValueError if they differ.
+
+    Args:
+      environ_flags: compiler flags from the environment, by variable.
+    """
+    if group.size == 1:
         return Record()
     facts = {
         "devices": {"kind": _kind(), "count": jax.local_device_count()},
         "versions": versions(),
         "config": config_tree.flatten(config),
         "code": code(config),
-        **{name: flags(os.environ.get(name, "")) for name in FLAGS},
+        **{name: flags(environ_flags.get(name, "")) for name in FLAGS},
         "jax": {name: jax.config.values[name] for name in JAX_SETTINGS},
     }
-    joining.wait_for_all("roll-call", FIRST_SECONDS)
-    # All clocks are read at this moment, which the barrier has made the same.
-    return _call("roll-call", facts, FIRST_SECONDS, clock=time.time())
+    if not group.met_at:
+        group.wait("start", FIRST_SECONDS)
+    # All clocks were read when the processes last met, at the same moment.
+    return _call(group, "who we are", facts, FIRST_SECONDS, clock=group.met_at)
 
 
 def what_we_do(
-    data: Mapping[str, Any], program: str, folders: Mapping[str, Path]
+    data: Mapping[str, Any], program: str, group: Group, probe: FolderProbe
 ) -> Record:
-    """The second round: data, program and folders. Raises where they differ.
+    """Runs the second round: data, program and folders. Raises if they differ.
 
     Args:
       data: what the datasets are.
       program: the fingerprint of the step.
-      folders: by what they are for; all processes must see the same ones.
+      probe: of the folders that all must see; process 0 has left its files, and all
+        have met since.
     """
-    if jax.process_count() == 1:
+    if group.size == 1:
         return Record()
     facts = {
         "data": dict(data),
         "step": {"program": program},
     }
-    joining.wait_for_all("prepared", SECOND_SECONDS)
-    probes = preflight_folders.probe(folders)
-    return _call("prepared", facts, joining.WAIT_SECONDS, probes=probes)
+    probes = {}
+    if not group.is_first:
+        probe.leave()
+        probes = probe.look()
+    group.wait("prepared", SECOND_SECONDS)
+    if group.is_first:
+        probes = probe.look()
+    return _call(group, "what we do", facts, WAIT_SECONDS, probes=probes)
 
 
-def _call(what: str, facts: Facts, seconds: float, **more: Any) -> Record:
+def _call(group: Group, what: str, facts: Facts, seconds: float, **more: Any) -> Record:
     began = time.monotonic()
     report = {"host": socket.gethostname(), "address": _address(), "facts": facts}
     heard: list[dict[str, Any]] = []
 
-    def judge(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    def judge(reports: list[Report]) -> Report:
         heard.extend(map(_short, reports))
-        return {"words": preflight_table.render(reports)}
+        mark = uuid.uuid4().hex[:12]
+        return {"differences": preflight_table.render(reports), "mark": mark}
 
-    answer = joining.consult(what, report | more, judge, seconds)
-    if answer["words"]:
-        raise ValueError(answer["words"])
-    return Record(tuple(heard), round(time.monotonic() - began, 3))
+    answer = group.consult(what, report | more, judge, seconds)
+    if answer["differences"]:
+        raise ValueError(answer["differences"])
+    seconds = round(time.monotonic() - began, 3)
+    return Record(tuple(heard), seconds, answer["mark"])
 
 
 def _short(report: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +168,7 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what we stand on; what is not installed is not there."""
+    """Returns the versions of Python and of the installed packages that matter."""
     found = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
@@ -159,9 +179,9 @@ def versions() -> dict[str, str]:
 
 
 def code(config: "Computation") -> dict[str, str]:
-    """A digest of each file of Meshloom, and of the modules that the config uses.
+    """Returns a digest of each file of Meshloom and of the modules the config uses.
 
-    Names do not depend on where it is installed.
+    The names do not depend on where it is installed.
     """
     root = Path(__file__).parents[2]
     files = {
@@ -182,7 +202,7 @@ def code(config: "Computation") -> dict[str, str]:
 
 
 def flags(text: str) -> dict[str, str]:
-    """Flags by name: their order does not matter, nor where XLA dumps its programs."""
+    """Returns flags by name; their order and where XLA dumps programs do not matter."""
     found = {}
     for word in shlex.split(text):
         name, _, value = word.partition("=")
@@ -197,9 +217,9 @@ def _kind() -> str:
 
 
 def _address() -> str | None:
-    """Of this host by its own name, which gloo tells the other processes.
+    """Returns the address of this host's own name, which gloo tells the others.
 
-    None where collectives go another way than by gloo, or the name has no address.
+    None if collectives do not use gloo, or the name has no address.
     """
     if jax.default_backend() != "cpu":
         return None

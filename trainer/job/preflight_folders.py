@@ -1,60 +1,78 @@
-"""Whether all processes see the same folder: each leaves a small file for the others.
+"""Checks that all processes see the same folders: each leaves a small file in them.
 
-A folder that only looks alike, such as /tmp/run on every host, would keep the pieces of
-a checkpoint on several disks, and nobody could restore it.
+Folders that only look alike, such as /tmp/run on every host, would scatter the pieces
+of a checkpoint over several disks, and nobody could restore it.
 """
 
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import jax
+from .group import Group
 
-from . import joining
-
-PREFIX = ".rollcall-"
-# For how long a file of another host may be hidden by what a network file system keeps.
+PREFIX = ".preflight-"
+# How long a network file system may hide a new file of another host.
 SEE_SECONDS = 5.0
 
 
-def probe(folders: Mapping[str, Path]) -> dict[str, dict]:
-    """What this process found in each folder; every process must come here.
+class FolderProbe:
+    """The files that the processes leave in folders for each other to see.
 
-    Returns by folder its `path`, a `problem` or None, and in process 0 the processes
-    whose files it does not see (`unseen`).
+    A context manager, which removes them at its end.
+
+    Process 0 leaves its files first and creates the folders. Once all know that it has,
+    the others leave theirs and look for its; once all know that, process 0 looks too.
+
+    Args:
+      folders: by what they are for.
+      mark: the same in all processes of this attempt, and in no other.
     """
-    mark = joining.consult("mark", {"mark": uuid.uuid4().hex[:12]}, lambda r: r[0])
-    number, count = jax.process_index(), jax.process_count()
-    names = [f"{PREFIX}{mark['mark']}-{process}" for process in range(count)]
-    found = {}
-    for turn in (number == 0, number > 0):  # process 0 first: it makes the folders
-        if turn:
-            for what, folder in folders.items():
-                problem = _write(folder, names[number], make=number == 0)
-                path = os.path.abspath(folder)
-                found[what] = {"path": path, "problem": problem, "unseen": []}
-        joining.wait_for_all("probes")
-    for what, folder in folders.items():
-        wanted = range(1, count) if number == 0 else [0]
-        unseen = _unseen(folder, {p: names[p] for p in wanted})
-        if number == 0:
-            found[what]["unseen"] = unseen
-        elif unseen and found[what]["problem"] is None:
-            found[what]["problem"] = "process 0's file is not in it"
-    joining.wait_for_all("probes seen")
-    for folder in folders.values():
-        with contextlib.suppress(OSError):  # what could not be written is not there
-            (folder / names[number]).unlink()
-    return found
+
+    def __init__(self, folders: Mapping[str, Path], group: Group, mark: str):
+        self._folders, self._group = dict(folders), group
+        self._names = [f"{PREFIX}{mark}-{process}" for process in range(group.size)]
+        self._problems: dict[str, str | None] = {}
+
+    def leave(self) -> None:
+        """Leaves this process's files; what goes wrong is reported by `look`."""
+        first, name = self._group.is_first, self._names[self._group.index]
+        for what, folder in self._folders.items():
+            self._problems[what] = _write(folder, name, create=first)
+
+    def look(self) -> dict[str, dict]:
+        """Returns each folder's `path`, a `problem` or None, and who is `unseen`.
+
+        Only process 0 lists the processes whose files it does not see.
+        """
+        first, found = self._group.is_first, {}
+        for what, folder in self._folders.items():
+            wanted = range(1, self._group.size) if first else [0]
+            unseen = _unseen(folder, {p: self._names[p] for p in wanted})
+            problem = self._problems[what]
+            if unseen and not first and problem is None:
+                problem = "process 0's file is not in it"
+            found[what] = {
+                "path": os.path.abspath(folder),
+                "problem": problem,
+                "unseen": unseen if first else [],
+            }
+        return found
+
+    def __enter__(self) -> "FolderProbe":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for folder in self._folders.values():
+            with contextlib.suppress(OSError):  # what could not be written is not there
+                (folder / self._names[self._group.index]).unlink()
 
 
-def _write(folder: Path, name: str, *, make: bool) -> str | None:
-    """The problem, if it cannot be written."""
+def _write(folder: Path, name: str, *, create: bool) -> str | None:
+    """Writes a file; returns the problem if that fails."""
     try:
-        if make:
+        if create:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{PREFIX}*"):  # by processes that were killed
                 left.unlink(missing_ok=True)
@@ -65,7 +83,7 @@ def _write(folder: Path, name: str, *, make: bool) -> str | None:
 
 
 def _unseen(folder: Path, names: Mapping[int, str]) -> list[int]:
-    """The processes whose files do not show up in time."""
+    """Returns the processes whose files do not appear in time."""
     deadline = time.monotonic() + SEE_SECONDS
     while True:
         present = set(_listing(folder))
@@ -78,5 +96,5 @@ def _unseen(folder: Path, names: Mapping[int, str]) -> list[int]:
 def _listing(folder: Path) -> Iterable[str]:
     try:
         return os.listdir(folder)
-    except OSError:  # that it cannot be read shows in the files that are not seen
+    except OSError:  # a folder that cannot be read shows no files
         return []

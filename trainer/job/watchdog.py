@@ -1,10 +1,10 @@
-"""Signs that a run goes on: for the supervisor outside, and for a watchdog inside.
+"""Reports progress to the supervisor, and notices when there is none.
 
-A run is alive as long as something gets finished: a step, an evaluation, a save. A
-thread looks which of the steps that were handed to the devices are done, so the loop
-never waits for it. Where nothing is finished within the limit, the stacks of all
-threads of all processes are written to the run folder, and this process ends with a
-status of its own, which the supervisor answers with a restart.
+A run makes progress as long as something gets finished: a step, an evaluation, a save.
+A thread checks which of the steps that were handed to the devices are done, so the loop
+never waits for it. If nothing is finished within the limit, the stacks of all threads
+of all processes are written to the run folder, and this process ends with an exit code
+of its own, which the supervisor answers with a restart.
 """
 
 import collections
@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from ...launch import progress_file
 from ...launch.exit_codes import WATCHDOG
 from ...launch.progress_file import Report
 from ...launch.progress_watch import Watch
+from .group import Group
 
 FOLDER, REQUEST = "stacks", "request"
-# What is no step, such as an evaluation with its compilation, may take this long.
+# Anything but a step, such as an evaluation with its compilation, may take this long.
 ALLOW_SECONDS = 600.0
 POLL_SECONDS = 0.2
 # For the other processes to write their stacks, before our end brings them down.
@@ -30,31 +32,34 @@ REQUEST_SECONDS = 3.0
 
 
 class Watchdog:
-    """A context manager; while it is open, it must be given signs of life.
+    """A context manager that must be told of progress while it is open.
 
     Args:
+      folder: the run folder, where stacks are written.
+      group: the processes of the run; by default this one alone.
       stall_seconds: the limit after the first step; None is 60, or ten times the median
-        between two signs if that is more; 0 never ends the process.
+        between two reports if that is more; 0 never ends the process.
       start_seconds: the limit before the first step is done.
+      report_to: the file that the supervisor watches, if there is one.
+      end: ends this process with an exit code; None only writes the stacks.
     """
 
     def __init__(
         self,
         folder: Path,
-        process: int,
-        num_processes: int = 1,
+        group: Group | None = None,
         *,
         stall_seconds: float | None = None,
         start_seconds: float = ALLOW_SECONDS,
+        report_to: Path | None = None,
+        end: Callable[[int], object] | None = None,
     ):
-        self._folder, self._process = Path(folder) / FOLDER, process
-        self._num_processes = num_processes
-        self._is_watched = stall_seconds != 0
+        self._folder, self._group = Path(folder) / FOLDER, group or Group()
+        self._is_watched, self._end_process = stall_seconds != 0, end
         self._watch = Watch(
             stall_seconds=stall_seconds or None, start_seconds=start_seconds
         )
-        report_to = os.environ.get(progress_file.VARIABLE)
-        self._report_to = Path(report_to) if report_to else None
+        self._report_to = report_to
         self._lock = threading.Lock()
         self._running: collections.deque[tuple[int, Any]] = collections.deque()
         self._step: int | None = None
@@ -76,15 +81,15 @@ class Watchdog:
         self._thread.join()
 
     def started(self, step: int, figure: Any) -> None:
-        """A step was handed to the devices; it is done when `figure` is there."""
+        """Notes a step that was handed to the devices; done once `figure` is ready."""
         self._running.append((step, figure))
         self._started = step
 
     def beat(self, *, allow: float = 0.0) -> None:
-        """Something was finished; what comes next may take `allow` seconds.
+        """Notes that something was finished; what comes next may take `allow` seconds.
 
-        That holds until the next sign of life, or until a step is done that was not yet
-        started now.
+        The allowance holds until the next beat, or until a step is done that has not
+        been started yet.
         """
         self._allow, self._allowed_at = allow, self._started
         self._report()
@@ -101,6 +106,7 @@ class Watchdog:
             self._look()
             if self._is_watched and self._watch.has_stalled:
                 self._end(self._watch.words())
+                return
             if not self._has_dumped and self._is_asked():
                 self._dump("asked by another process")
 
@@ -124,33 +130,35 @@ class Watchdog:
         self._has_dumped = True
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        with open(self._folder / f"process-{self._process}.txt", "a") as file:
-            file.write(f"== {now} process {self._process} (pid {os.getpid()}): ")
+        with open(self._folder / f"process-{self._group.index}.txt", "a") as file:
+            file.write(f"== {now} process {self._group.index} (pid {os.getpid()}): ")
             file.write(f"{reason} ==\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _without_stacks(self, asked: float) -> list[int]:
-        """Processes that wrote nothing since they were asked, but for this one."""
+        """Returns the other processes that wrote nothing since they were asked."""
         silent = []
-        for number in range(self._num_processes):
+        for number in range(self._group.size):
             file = self._folder / f"process-{number}.txt"
             if not file.exists() or file.stat().st_mtime < asked - 1:
                 silent.append(number)
-        return [number for number in silent if number != self._process]
+        return [number for number in silent if number != self._group.index]
 
     def _end(self, reason: str) -> None:
         try:
             self._dump(reason)
-            (self._folder / REQUEST).write_text(f"process {self._process}: {reason}\n")
+            request = f"process {self._group.index}: {reason}\n"
+            (self._folder / REQUEST).write_text(request)
             asked = time.time()
             time.sleep(REQUEST_SECONDS)
             words = f"stacks are in {self._folder}"
             if silent := self._without_stacks(asked):
-                # Stopped, or on a machine that is gone: not even a thread of it runs.
+                # Stopped, or on a machine that is gone: not even its threads run.
                 words += f"; process {', '.join(map(str, silent))} wrote none"
         except OSError as error:  # a disk that hangs or is full must not keep us here
             words = f"no stacks could be written: {error}"
-        text = f"meshloom: process {self._process}: {reason}; {words}\n"
+        text = f"meshloom: process {self._group.index}: {reason}; {words}\n"
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore
-        os._exit(WATCHDOG)
+        if self._end_process is not None:
+            self._end_process(WATCHDOG)

@@ -13,9 +13,9 @@ from ..data import Source
 from . import compiler_options
 from .optimizers import Optimizer
 from .pipelining import Pipelining
-from .rules import make_rules
+from .rules import make_rules, name_settings
 from .schedules import Schedule
-from .state import Model
+from .state import Layout, Model, make_layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,3 +117,13 @@ def choose_plain(
     """A Choose that compares nothing; `plan.choosing.choose_here` does."""
     del sizes, devices
     return Chosen(config, plain(config))
+
+
+def layout_of(config: Any, mesh: Any) -> tuple[Layout, Rules]:
+    """Returns the layout of a config's state on a mesh, and the rules behind it."""
+    rules = config.make_rules()
+    learning_rate = config.schedule.make(config.num_steps)
+    tx = config.optimizer.make(learning_rate, config.model.axes())
+    with name_settings(config):
+        axes = getattr(config.optimizer, "state_axes", None)
+        return make_layout(config.model, tx, rules, mesh, state_axes=axes), rules

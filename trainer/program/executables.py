@@ -25,35 +25,33 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from rich.console import Console
 
 from ...sharding.hlo import order
 
 FOLDER = "executables"
-FLAGS = ("XLA_FLAGS", "NPROC")
 CPU_INFO = Path("/proc/cpuinfo")
-
-
-def of_job(folder: Path, console: Console) -> "Executables":
-    """Kept in the run folder where jax's own cache does not serve."""
-    is_served = jax.process_count() == 1 or jax.default_backend() != "cpu"
-    return Executables(
-        None if is_served else folder,
-        say=lambda text: console.print(text, markup=False),
-    )
 
 
 class Executables:
     """The compiled programs of this process.
 
     Args:
-      folder: of the run; None keeps nothing, and compiles.
+      folder: of the run; None keeps nothing, and always compiles.
+      process: the index of this process and the number of processes.
+      flags: of the compiler and the runtime, from the environment.
       say: told why a program is compiled at every start.
     """
 
-    def __init__(self, folder: Path | None, say: Callable[[str], None] = print):
+    def __init__(
+        self,
+        folder: Path | None,
+        say: Callable[[str], None] = print,
+        *,
+        process: tuple[int, int] = (0, 1),
+        flags: Mapping[str, str] | None = None,
+    ):
         self._folder = None if folder is None else folder / FOLDER
-        self._say = say
+        self._say, self._process, self._flags = say, process, dict(flags or {})
 
     @property
     def are_kept(self) -> bool:
@@ -72,8 +70,8 @@ class Executables:
         options = dict(options or {})
         if self._folder is None:
             return lowered.compile(compiler_options=options)
-        file = self._folder / f"{name.replace(' ', '-')}-{jax.process_index()}"
-        key = _key(lowered, options)
+        file = self._folder / f"{name.replace(' ', '-')}-{self._process[0]}"
+        key = self._key(lowered, options)
         header, payload = self._read(name, file)
         if header.get("key") == key:
             if reason := header.get("reason"):
@@ -86,6 +84,25 @@ class Executables:
         compiled = lowered.compile(compiler_options=options)
         self._write(name, file, key, compiled)
         return compiled
+
+    def _key(self, lowered: Any, options: Mapping[str, Any]) -> str:
+        """Returns a digest of all that a compiled program depends on."""
+        device = jax.local_devices()[0]
+        facts = {
+            "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+            "options": {name: repr(value) for name, value in options.items()},
+            "versions": [*map(metadata.version, ("jax", "jaxlib")), sys.version],
+            "flags": self._flags,
+            "device": [
+                device.platform,
+                device.device_kind,
+                device.client.platform_version,
+            ],
+            "machine": [platform.machine(), _cpu()],
+            "process": self._process,
+            "devices": [[d.id, d.process_index] for d in jax.devices()],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _read(self, name: str, file: Path) -> tuple[dict[str, Any], bytes]:
         """The header and the program of a file; ({}, b"") without one to trust."""
@@ -147,22 +164,6 @@ def _why_not(compiled: Any) -> str:
 
 def _anew(name: str, reason: str) -> str:
     return f"The {name} is compiled at every start: {reason}"
-
-
-def _key(lowered: Any, options: Mapping[str, Any]) -> str:
-    """A digest of all that a compiled program depends on."""
-    device = jax.local_devices()[0]
-    facts = {
-        "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-        "options": {name: repr(value) for name, value in options.items()},
-        "versions": [*map(metadata.version, ("jax", "jaxlib")), sys.version],
-        "flags": {name: os.environ.get(name, "") for name in FLAGS},
-        "device": [device.platform, device.device_kind, device.client.platform_version],
-        "machine": [platform.machine(), _cpu()],
-        "process": [jax.process_index(), jax.process_count()],
-        "devices": [[d.id, d.process_index] for d in jax.devices()],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _cpu() -> str:

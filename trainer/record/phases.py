@@ -3,7 +3,6 @@
 `meshloom drill` shows from these where the seconds of a recovery go.
 """
 
-import os
 import time
 from collections.abc import Callable
 
@@ -24,10 +23,6 @@ class Phases:
         self.attempt, self._clock = attempt, clock
         self.times: dict[str, float] = {}
         self.cpu: dict[str, float] = {}
-
-    @classmethod
-    def of_this_process(cls) -> "Phases":
-        return cls(int(os.environ.get("MESHLOOM_ATTEMPT", "1")))
 
     def reached(self, name: str) -> None:
         """Notes the first time that a phase is finished."""

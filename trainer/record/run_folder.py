@@ -6,8 +6,6 @@ import fcntl
 import json
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from ...launch.masking import masked_command, masked_text
+from ...launch.masking import masked_text
 from ..config.tree import (
     ABSENT,
     Change,
@@ -25,6 +23,7 @@ from ..config.tree import (
     format_diff,
     read_run,
 )
+from .invocation import Invocation
 from .metrics import replace_text
 from .save_errors import SaveFailed
 from .storage import checkpoints_of
@@ -163,20 +162,22 @@ def _is_full_disk(error: Exception) -> bool:
     return os.strerror(errno.ENOSPC) in str(error)
 
 
-def environment(mesh_sizes: Mapping[str, int]) -> dict[str, Any]:
-    """What the run runs on, for the report and for whoever asks later."""
+def environment(
+    mesh_sizes: Mapping[str, int], num_processes: int, invocation: Invocation
+) -> dict[str, Any]:
+    """Describes what the run runs on, for the report and for whoever asks later."""
     import jax
 
     device = jax.devices()[0]
     return {
-        "command": shlex.join(["meshloom", *masked_command(sys.argv[1:])]),
+        "command": invocation.command,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         **{name: metadata.version(name) for name in (*PACKAGES, "meshloom")},
         "platform": device.platform,
         "device_kind": device.device_kind,
         "num_devices": jax.device_count(),
-        "num_processes": jax.process_count(),
+        "num_processes": num_processes,
         "mesh": ", ".join(f"{k}={v}" for k, v in mesh_sizes.items() if v > 1) or "1",
-        "xla_flags": masked_text(os.environ.get("XLA_FLAGS", "")),
+        "xla_flags": masked_text(invocation.flags.get("XLA_FLAGS", "")),
     }

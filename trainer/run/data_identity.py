@@ -22,7 +22,7 @@ from etils import epath
 from ..checkpoint import manifest
 from ..checkpoint.manager import latest_step
 from ..data.sources import Dataset
-from ..job import joining
+from ..job.group import Group, Report
 from ..record import file_digests, metrics
 from ..record.failures import CorruptCheckpoint
 from ..record.file_digests import Stamp
@@ -83,56 +83,65 @@ class Identity:
         metrics.replace_text(path, json.dumps(document) + "\n")
 
 
+def view(datasets: Mapping[str, Dataset]) -> Report:
+    """Returns which files this process sees, for `readers`."""
+    files = _digest_of(json.dumps(_listing(datasets)))
+    return {"host": socket.gethostname(), "files": files}
+
+
+def readers(views: Sequence[Report]) -> Report:
+    """For each process, picks the first of its host that sees the same files."""
+    first: dict[tuple[str, str], int] = {}
+    keys = [(report["host"], report["files"]) for report in views]
+    for process, key in enumerate(keys):
+        first.setdefault(key, process)
+    return {"readers": [first[key] for key in keys]}
+
+
 def establish(
     datasets: Mapping[str, Dataset],
+    group: Group,
+    readers: Sequence[int],
     folder: Path,
     checkpoints: epath.Path,
     *,
     insist: bool,
     say: Callable[[str], None],
 ) -> Identity:
-    """Reads what must be read, and compares it with what the run had before.
+    """Reads the data where needed and compares it with what the run had before.
 
-    Every process must come here. Of the processes of a host that see the same files one
-    reads them; whether all hosts have the same is compared by the roll-call. Process 0
-    compares with before, and all raise where it does. Writes nothing.
+    Every process must call this. Process 0 compares, and all raise ValueError if the
+    data has changed; whether all hosts have the same data is checked by the preflight.
+    Writes nothing.
+
+    Args:
+      readers: for each process, the one that reads for it.
+      insist: accept changed data.
     """
-    number = _process_index()
-    host = socket.gethostname()
-    try:
-        seen = _digest_of(json.dumps(_listing(datasets)))
-    except OSError:  # it is met again, and said, where all processes end alike
-        seen = f"only by process {number}"
-    answer = joining.consult("data", {"host": host, "files": seen}, _readers)
-    readers = answer["readers"]  # for each process, the one that reads for it
+    reader = readers[group.index]
     splits: dict[str, Split] = {}
-    is_reader = readers[number] == number
-    with joining.all_or_none("data", READ_SECONDS):
-        if is_reader:
-            splits = _splits(datasets, _kept(folder), say)
-        before = _before(folder, checkpoints) if number == 0 else {}
+    before: dict[str, Any] = {}
 
-    def judge(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    def read() -> Report:
+        if group.is_first:
+            before.update(_before(folder, checkpoints))
+        if reader == group.index:
+            splits.update(_splits(datasets, _kept(folder), say))
+        return {name: split.facts() for name, split in splits.items()}
+
+    def judge(reports: list[Report]) -> Report:
         changes = _changes(before, splits)
-        refused = changes and not insist
-        words = _refusal(folder, changes) if refused else ""
-        each = {str(reader): reports[reader] for reader in set(readers)}
-        return {"words": words, "changes": changes, "splits": each}
+        refusal = _refusal(folder, changes) if changes and not insist else ""
+        read = {str(process): reports[process] for process in set(readers)}
+        return {"refusal": refusal, "changes": changes, "splits": read}
 
-    own = {name: split.facts() for name, split in splits.items()}
-    answer = joining.consult("data read", own, judge)
-    if answer["words"]:
-        raise ValueError(answer["words"])
-    if not is_reader:
-        read = answer["splits"][str(readers[number])]
-        splits = {name: Split(**facts) for name, facts in read.items()}
-    return Identity(splits, tuple(answer["changes"]), is_reader)
-
-
-def _process_index() -> int:
-    import jax
-
-    return jax.process_index()
+    answer = group.exchange("data", read, judge, READ_SECONDS)
+    if answer["refusal"]:
+        raise ValueError(answer["refusal"])
+    if reader != group.index:
+        read_by_another = answer["splits"][str(reader)]
+        splits = {name: Split(**facts) for name, facts in read_by_another.items()}
+    return Identity(splits, tuple(answer["changes"]), reader == group.index)
 
 
 def _listing(datasets: Mapping[str, Dataset]) -> list[Any]:
@@ -142,15 +151,6 @@ def _listing(datasets: Mapping[str, Dataset]) -> list[Any]:
         for path in _files(data).values():
             found.append([name, path, *file_digests.stat(path)])
     return found
-
-
-def _readers(reports: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """For each process the first of its host that sees the same files."""
-    first: dict[tuple[str, str], int] = {}
-    views = [(report["host"], report["files"]) for report in reports]
-    for process, view in enumerate(views):
-        first.setdefault(view, process)
-    return {"readers": [first[view] for view in views]}
 
 
 def _files(data: Dataset) -> Mapping[str, str]:

@@ -22,7 +22,6 @@ from ..program.executables import Executables
 from ..program.pipelining import Pipelining, Staging
 from ..program.rules import name_settings
 from ..program.state import Layout
-from ..record.run_folder import environment
 from . import sampling
 from .held_out import SETTINGS, HeldOut, open_split, with_weights
 
@@ -44,6 +43,7 @@ class Prepared:
     train_data: Dataset
     held_out: dict[str, HeldOut]  # the splits that are evaluated
     identity: "Identity | None" = None  # of the data; None until it has been read
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -81,9 +81,10 @@ class Prepared:
         count = sum(x.size for x in jax.tree.leaves(self.layout.abstract.params))
         sizes = ", ".join(f"{k}={v}" for k, v in params.mesh.items() if v > 1)
         where = f"mesh {sizes}, plan {self.chosen.config.plan}"
+        processes = {device.process_index for device in self.mesh.devices.flat}
         lines = [
             f"{_count(self.mesh.size, f'{device.device_kind} device')} in "
-            f"{_count(jax.process_count(), 'process')}"
+            f"{_count(len(processes), 'process')}"
             + (f", {where}" if self.mesh.size > 1 else ""),
             f"{count:,} parameters; with optimizer state "
             f"{human_bytes(self.layout.bytes_per_device)} a device",
@@ -119,7 +120,7 @@ class Prepared:
         return {
             "config_digest": config_tree.digest(self.config),
             "config": config_tree.flatten(self.config),
-            "environment": environment(self.layout.params.mesh),
+            "environment": dict(self.environment),
             "data": {
                 "next_example": (step + batches_ahead) * self.config.batch_size,
                 **self.train_data.describe(),

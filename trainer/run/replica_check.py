@@ -144,6 +144,7 @@ class CheckReplicas:
 
     every: int
     folder: Path
+    process: int
     sound: int
 
     def __call__(self, step: int, state: State) -> None:
@@ -152,7 +153,7 @@ class CheckReplicas:
         if not found:
             self.sound = step
             return
-        files = save_evidence(self.folder, step, tree, found)
+        files = save_evidence(self.folder, self.process, step, tree, found)
         lines = "\n".join(map(str, found))
         raise ReplicasDiffer(
             f"at step {step} devices that must hold the same numbers differ, in "
@@ -162,12 +163,13 @@ class CheckReplicas:
         )
 
 
-def save_evidence(folder: Path, step: int, tree: Any, found: list[Difference]) -> str:
+def save_evidence(
+    folder: Path, process: int, step: int, tree: Any, found: list[Difference]
+) -> str:
     """Writes all digests, and the differing copies that this process holds.
 
     Returns where they are. The finding is said also where nothing can be written.
     """
-    process = jax.process_index()
     text, copies = f"replicas-{step}.json", f"replicas-{step}-{process}.npz"
     try:
         if process == 0:

@@ -2,20 +2,18 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from rich.console import Console
 
-from ...launch.masking import masked_text
 from ..checkpoint import init_from
 from ..checkpoint.manager import Checkpoints, committed_steps
 from ..checkpoint.restore import Position, restore_newest
 from ..config import tree as config_tree
 from ..data import Order, throughput_unit
 from ..data.batches import device_batches
-from ..job import joining
+from ..job.group import Group
 from ..job.preemption import Preempted
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
 from ..program import digest
@@ -23,6 +21,7 @@ from ..program.executables import Executables
 from ..program.peaks import total_peak
 from ..program.state import State
 from ..record import history, metrics
+from ..record.invocation import Invocation
 from ..record.ledger import Ledger
 from ..record.phases import Phases
 from ..record.progress import Progress
@@ -42,6 +41,8 @@ class Run:
     """What a run works with, in this process."""
 
     prepared: Prepared
+    group: Group
+    invocation: Invocation
     folder: RunFolder
     checkpoints: Checkpoints
     ledger: Ledger
@@ -61,7 +62,11 @@ class Run:
             compile = functools.partial(self.executables.compile, "digests")
             digest.prepare(tree, compile)
         found = restore_newest(
-            self.checkpoints, self.prepared.program, self.ledger, self.console
+            self.checkpoints,
+            self.prepared.program,
+            self.group,
+            self.ledger,
+            self.console,
         )
         if found is None:
             found = Position(0, self._new_state())
@@ -84,7 +89,7 @@ class Run:
             key = jax.random.key(config.seed)
             return self.prepared.layout.create(key, self.prepared.mesh)
         source = init_from.find(config.init_from, self.prepared.program)
-        state, taken = init_from.begin(source, self.prepared.program)
+        state, taken = init_from.begin(source, self.prepared.program, self.group)
         self.console.print(taken, markup=False)
         self.ledger.event("init", source=config.init_from)
         return state
@@ -94,7 +99,7 @@ class Run:
         self.watchdog.beat(allow=COMPILE_SECONDS)
         self.console.print("Compiling the train step ...")
         step_fn = self.prepared.compile(self.executables)
-        joining.wait_for_all("compiled", COMPILE_SECONDS)
+        self.group.wait("compiled", COMPILE_SECONDS)
         self.phases.reached("compiled")
         phases = self.phases
         self.ledger.event(
@@ -129,6 +134,7 @@ class Run:
         found = restore_newest(
             self.checkpoints,
             self.prepared.program,
+            self.group,
             self.ledger,
             self.console,
             before=before,
@@ -230,7 +236,7 @@ class Run:
             total_peak(list(prepared.mesh.devices.flat), prepared.matmul_dtype),
             self.console,
             bubble=self._bubble,
-            enabled=jax.process_index() == 0,
+            enabled=self.group.is_first,
         )
 
     def _built_in(
@@ -245,7 +251,9 @@ class Run:
         hooks: list[loop.Hook] = []
         if config.check_replicas_every:  # first: what it refuses must not be saved
             every = config.check_replicas_every
-            hooks.append(CheckReplicas(every, self.folder.path, position.step))
+            hooks.append(
+                CheckReplicas(every, self.folder.path, self.group.index, position.step)
+            )
         # The test split once, at the end; the other as often as it is asked for.
         every = {"eval": config.eval_every, "test": 0}
         evaluations = {
@@ -280,9 +288,9 @@ class Run:
         """What this attempt is, and what ended the one before it."""
         config, data = self.prepared.config, self.prepared.train_data
         before = [row for row in self.ledger.read() if row["event"] == "start"]
-        if reason := os.environ.get("MESHLOOM_RESTART_REASON"):
-            self.ledger.event("death", reason=masked_text(reason))
-        count = jax.process_count()
+        if reason := self.invocation.restart_reason:
+            self.ledger.event("death", reason=reason)
+        count = self.group.size
         if before and before[-1]["processes"] != count:
             self.ledger.event("resize", processes=count, before=before[-1]["processes"])
         identity = self.prepared.identity
@@ -293,7 +301,7 @@ class Run:
             processes=count,
             devices=jax.device_count(),
             mesh={k: v for k, v in self.prepared.layout.params.mesh.items() if v > 1},
-            attempt=int(os.environ.get("MESHLOOM_ATTEMPT", "1")),
+            attempt=self.invocation.attempt,
             config_digest=config_tree.digest(config),
             batch_size=config.batch_size,
             seed=config.seed,
@@ -303,7 +311,7 @@ class Run:
 
     def _writers(self, start: int) -> Sequence[metrics.Writer]:
         """Writers of the main process; other processes write no figures."""
-        if jax.process_index() != 0:
+        if not self.group.is_first:
             return []
         extras, path = self.prepared.config.writers, self.folder.path
         files = metrics.FileWriter(path)

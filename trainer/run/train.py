@@ -2,29 +2,30 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax
-from etils import epath
 from rich.console import Console
 
-from ..checkpoint import init_from
-from ..checkpoint.manager import Checkpoints, latest_step
+from ..checkpoint.manager import Checkpoints
 from ..checkpoint.restore import Position
 from ..config import tree as config_tree
 from ..job import joining, network_probe, preflight
+from ..job.group import Group
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
-from ..program import executables
 from ..program.computation import Choose, Computation, check_least, choose_plain
+from ..program.executables import Executables
 from ..program.state import State
 from ..record import metrics, storage
+from ..record.invocation import Invocation
 from ..record.ledger import Ledger
 from ..record.phases import Phases
-from ..record.run_folder import RunFolder, environment
-from . import continuing, data_identity, loop
+from ..record.run_folder import RunFolder
+from . import loop
 from .finish import Observer, finish
-from .prepare import Prepared, prepare
+from .opening import Opened, open_run
+from .prepare import Prepared
 from .run import Run
 
 
@@ -116,6 +117,8 @@ def train(
     origins: Mapping[str, str] | None = None,
     config_text: str = "",
     insist: bool = False,
+    group: Group | None = None,
+    invocation: Invocation | None = None,
     console: Console | None = None,
     hooks: Iterable[loop.Hook] = (),
     should_leave: Callable[[int], bool] | None = None,
@@ -125,54 +128,56 @@ def train(
 ) -> State:
     """Trains to config.num_steps in `workdir`, from its newest checkpoint if any.
 
+    Every process of the group must call this.
+
     Args:
       origins, config_text: where the config's values came from, for the run folder.
-      insist: continue a folder that was started with another config.
+      insist: continue a folder that was started with another config or other data.
+      group: the processes that train together; by default all that jax knows.
+      invocation: how this process was started, for the record.
       hooks: called beside the built-in ones.
-      should_leave: asked after each step; where it says so, the run saves and raises
-        preemption.Preempted. Must say the same in all processes.
-      phases: of the start of this process, to go on with.
-      choose: fills what the config leaves open; `meshloom train` compares plans.
-      observer: told of the run in the process that speaks for all.
+      should_leave: asked after each step; if true, the run saves and raises
+        preemption.Preempted. It must be true at the same step in all processes.
+      phases: the start of this process, to be continued.
+      choose: fills in what the config leaves open; `meshloom train` compares plans.
+      observer: told about the run, in the first process only.
     """
-    quiet = jax.process_index() != 0
-    console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
-    phases = phases or Phases.of_this_process()
-    called = preflight.who_we_are(config)  # before anything that waits for the others
-    joining.connect()
+    group = group or Group.of_jax()
+    invocation = invocation or Invocation()
+    if console is None:
+        console = Console(quiet=not group.is_first, highlight=False, soft_wrap=True)
+    phases = phases or Phases(invocation.attempt)
+    # Before anything that could hang if processes differ.
+    record = preflight.who_we_are(config, group, invocation.flags)
+    if group.size > 1:
+        joining.connect()
     with contextlib.ExitStack() as held:
-        with joining.all_or_none():
-            metrics.check_installed(config.writers)
-            storage.check_installed(config.checkpoint_folder)
-            prepared = prepare(config, choose=choose)
-            folder = RunFolder(workdir, is_writer=jax.process_index() == 0)
-            saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
-            differences = continuing.check(config, folder, saved, insist=insist)
-            init_from.check(config.init_from, prepared.program, saved)
-            if config.checkpoint_folder is not None and not insist:
-                _check_owner(folder, saved)
-            held.enter_context(folder.claim())
-        identity = data_identity.establish(
-            prepared.datasets, folder.path, saved, insist=insist, say=console.print
+        opened, record = open_run(
+            config,
+            RunFolder(workdir, is_writer=group.is_first),
+            group,
+            invocation,
+            record,
+            held,
+            choose=choose,
+            insist=insist,
+            say=console.print,
         )
-        prepared = dataclasses.replace(prepared, identity=identity)
-        called += preflight.what_we_do(
-            prepared.data_facts(),
-            prepared.fingerprint(),
-            _shared_folders(folder, config),
-        )
-        _announce(prepared, folder, differences, console)
+        prepared, folder = opened.prepared, opened.folder
+        _announce(opened, console)
         ledger = Ledger(folder.path, is_writer=folder.is_writer)
         watchdog = held.enter_context(
             Watchdog(
                 folder.path,
-                jax.process_index(),
-                jax.process_count(),
+                group,
                 stall_seconds=config.stall_seconds,
+                report_to=invocation.progress_file,
+                end=invocation.end,
             )
         )
         checkpoints = Checkpoints(
-            saved,
+            opened.saved,
+            group,
             keep=config.keep_checkpoints,
             keep_every=config.keep_every,
             keep_best=config.keep_best,
@@ -180,6 +185,8 @@ def train(
         )
         run = Run(
             prepared,
+            group,
+            invocation,
             folder,
             checkpoints,
             ledger,
@@ -188,14 +195,17 @@ def train(
             hooks,
             should_leave,
             phases,
-            executables.of_job(folder.path, console),
+            _executables(group, invocation, folder, console),
         )
         phases.reached("ready")
-        observer = observer if folder.is_writer else None
+        observer = observer if group.is_first else None
         try:
-            position = _begin(run, called, origins or {}, config_text)
+            position = _begin(run, record, origins or {}, config_text)
             state = position.state
-            _probe(prepared, folder, called, console)
+            if config.probe_network or (
+                config.probe_network is None and group.size > 1
+            ):
+                network_probe.run(prepared.mesh, group, folder, record.hosts, console)
             if position.step >= config.num_steps:
                 console.print(f"This run is complete at step {position.step}.")
             else:
@@ -203,9 +213,8 @@ def train(
                     console.print(f"Resuming from step {position.step}")
                 _write_pipeline(prepared, folder, position.step)
                 if observer is not None:
-                    line = observer.begins(
-                        prepared, folder, position.step, called.hosts
-                    )
+                    hosts = record.hosts
+                    line = observer.begins(prepared, folder, position.step, hosts)
                     console.print(line, markup=False)
                 state = run.train(position)
         finally:
@@ -213,15 +222,27 @@ def train(
         ledger.event("done", step=int(state.step))
         watchdog.beat(allow=ALLOW_SECONDS)
         finish(prepared, folder, state, observer, ledger, console)
-        joining.wait_for_all("done")
+        group.wait("done")
         return state
 
 
-def _announce(
-    prepared: Prepared, folder: RunFolder, differences: Sequence[str], console: Console
-) -> None:
-    console.print(f"Run folder {folder.path}")
-    for line in (*prepared.describe(), *differences):
+def _executables(
+    group: Group, invocation: Invocation, folder: RunFolder, console: Console
+) -> Executables:
+    """Keeps compiled programs in the run folder if jax's own cache does not help."""
+    is_served = group.size == 1 or jax.default_backend() != "cpu"
+    return Executables(
+        None if is_served else folder.path,
+        lambda text: console.print(text, markup=False),
+        process=(group.index, group.size),
+        flags=invocation.flags,
+    )
+
+
+def _announce(opened: Opened, console: Console) -> None:
+    prepared = opened.prepared
+    console.print(f"Run folder {opened.folder.path}")
+    for line in (*prepared.describe(), *opened.differences):
         console.print(line, markup=False)
     if prepared.identity is not None and prepared.identity.changes:
         words = prepared.identity.words()
@@ -230,64 +251,38 @@ def _announce(
 
 def _begin(
     run: Run,
-    called: preflight.Record,
+    record: preflight.Record,
     origins: Mapping[str, str],
     config_text: str,
 ) -> Position:
-    """Restores, or begins anew, and writes what the run is now.
+    """Restores or starts from scratch, and writes what the run is now.
 
-    Until this attempt has restored, nothing in the run folder is changed.
+    Nothing in the run folder changes before this attempt has restored.
     """
     prepared, folder, ledger = run.prepared, run.folder, run.ledger
     with ledger.held():
-        if called.processes:
-            ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
+        if record.processes:
+            hosts, seconds = record.hosts, record.seconds
+            ledger.event("rollcall", hosts=hosts, seconds=seconds)
         position = run.begin()
         folder.write_config(config_tree.to_json(prepared.config, origins), config_text)
         assert prepared.identity is not None
-        prepared.identity.write(folder.path, jax.process_index())
-    sizes = prepared.layout.params.mesh
-    folder.write_json("environment.json", environment(sizes))
+        prepared.identity.write(folder.path, run.group.index)
+    folder.write_json("environment.json", prepared.environment)
     folder.write_json("sharding.json", prepared.layout.params.to_json())
-    _write_rollcall(called, folder)
+    _write_preflight(record, folder)
     return position
 
 
-def _check_owner(folder: RunFolder, saved: epath.Path) -> None:
-    """Refuses to go on, in a new run folder, from what another run has saved."""
-    if folder.previous_values() is None and (step := latest_step(saved)) is not None:
-        raise ValueError(
-            f"checkpoint_folder {saved} holds checkpoints of another run (newest step "
-            f"{step}), and run folder {folder.path} is new. Choose another, or pass "
-            "--insist to go on from them."
-        )
-
-
-def _shared_folders(folder: RunFolder, config: Config) -> dict[str, Path]:
-    """Folders that all hosts must see; a bucket is the same for all by its name."""
-    folders = {"run folder": folder.path}
-    if config.checkpoint_folder is not None and "://" not in config.checkpoint_folder:
-        folders["checkpoint_folder"] = Path(config.checkpoint_folder)
-    return folders
-
-
-def _write_rollcall(called: preflight.Record, folder: RunFolder) -> None:
-    if called.processes:
-        folder.write_json(preflight.FILE, called.to_json())
+def _write_preflight(record: preflight.Record, folder: RunFolder) -> None:
+    if record.processes:
+        folder.write_json(preflight.FILE, record.to_json())
     else:
         folder.remove(preflight.FILE)
 
 
-def _probe(
-    prepared: Prepared, folder: RunFolder, called: preflight.Record, console: Console
-) -> None:
-    wanted = prepared.config.probe_network
-    if wanted or (wanted is None and jax.process_count() > 1):
-        network_probe.run(prepared.mesh, folder, called.hosts, console)
-
-
 def _write_pipeline(prepared: Prepared, folder: RunFolder, start: int) -> None:
-    """Only where steps follow: a complete run keeps what it was trained with."""
+    """Writes the schedule if steps follow; a complete run keeps the one it had."""
     if prepared.staging is None:
         folder.remove("pipeline.json")
     else:

@@ -1,0 +1,73 @@
+"""Flags that several commands share, and the config that they describe."""
+
+import argparse
+from collections.abc import Callable
+
+from ..config import files as config_files
+
+DEFAULT_CONFIG = "default"
+
+
+def command(
+    commands, name: str, run: Callable[..., int | None], help: str
+) -> argparse.ArgumentParser:
+    """Adds a command and returns its parser; `run` takes the parsed arguments."""
+    parser = commands.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser, default: str | None, *, mesh: bool = True
+) -> None:
+    """Adds --config and --set, and --mesh unless the command has its own."""
+    shown = f"; default: {default}" if default else ""
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="NAME_OR_FILE",
+        help=f"a shipped config or a gin file; may be repeated, later ones win{shown}",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change one value, for instance --set model.num_layers=4; may be repeated",
+    )
+    if mesh:
+        parser.add_argument(
+            "--mesh",
+            metavar="SIZES",
+            help="the mesh instead of the config's, such as data=2,fsdp=2,tensor=2",
+        )
+
+
+def config_names(args: argparse.Namespace) -> list[str]:
+    return args.config or [DEFAULT_CONFIG]
+
+
+def check_early(args: argparse.Namespace):
+    """Checks the flags that need no heavy import; returns the mesh of --mesh, if any.
+
+    The rest needs the classes of the config, whose imports take a second.
+    """
+    config_files.check_syntax(config_names(args), args.set)
+    if args.mesh is None:
+        return None
+    from ...sharding import MeshSpec
+
+    return MeshSpec.parse(args.mesh)
+
+
+def load(args: argparse.Namespace) -> config_files.Loaded:
+    """Loads the config of --config, --set and --mesh."""
+    spec = check_early(args)
+    from ..run.train import Config
+
+    loaded = config_files.load(config_names(args), args.set, root=Config)
+    for note in loaded.dropped:
+        print(f"note: {note}")
+    if spec is not None:
+        loaded = config_files.override(loaded, "mesh", spec, "--mesh")
+    return loaded

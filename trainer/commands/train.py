@@ -1,0 +1,144 @@
+"""The command `meshloom train`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ...launch import process_env, progress_file
+from ...launch.exit_codes import DONE, PREEMPTED
+from ..config import files as config_files
+from .devices import use_compilation_cache, use_cpu
+from .flags import add_config_flags, check_early, command, config_names, load
+
+
+def add(commands) -> None:
+    """Adds `train` to the commands."""
+    parser = command(
+        commands, "train", run, "train a model; with no arguments, the default one"
+    )
+    add_config_flags(parser, "default")
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="the run folder, continued if it exists; default: runs/CONFIG",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="the number of updates")
+    parser.add_argument(
+        "--cpu-devices",
+        type=int,
+        metavar="N",
+        help="train on the CPU, as N devices",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and show the plan; write and train nothing",
+    )
+    parser.add_argument(
+        "--insist",
+        action="store_true",
+        help="continue a run folder that was started with another config or other data",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if process_env.find(os.environ) is None:  # processes of a job fail together, below
+        check_early(args)
+    from ..job import joining, preemption
+    from ..plan.choosing import choose_here
+    from ..record.invocation import Invocation
+    from ..record.phases import Phases
+    from ..run import train as train_lib
+    from .observing import Forecasting
+
+    invocation = Invocation.of(sys.argv[1:], os.environ, end=os._exit)
+    phases = Phases(invocation.attempt)
+    phases.reached("imported")
+    if args.cpu_devices is not None:
+        use_cpu(args.cpu_devices)
+    group = joining.join(os.environ)
+    phases.reached("joined")
+    with group.all_or_none("config"):
+        loaded = load(args)
+        if args.steps is not None:
+            loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+    loaded = with_fewer_processes(loaded, group.size)
+    workdir = args.workdir or Path("runs") / Path(config_names(args)[-1]).stem
+    use_compilation_cache()
+    if args.dry_run:
+        _dry_run(loaded.config, workdir, group, args.insist)
+        return DONE
+    with preemption.listening(group, os._exit) as should_leave:
+        try:
+            train_lib.train(
+                loaded.config,
+                workdir=workdir,
+                origins=loaded.origins,
+                config_text=loaded.text,
+                insist=args.insist,
+                group=group,
+                invocation=invocation,
+                should_leave=should_leave,
+                phases=phases,
+                choose=choose_here,
+                observer=Forecasting(),
+            )
+        except preemption.Preempted as error:
+            print(f"meshloom: {error}. Run the same command again to continue.")
+            return progress_file.leave(PREEMPTED)
+    return progress_file.leave(DONE)
+
+
+def with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files.Loaded:
+    """Gives each process of a shrunken job more microbatches instead of larger ones.
+
+    The batch stays the same, and so does the memory that a device needs. A model with
+    variables is left as it is: a batch norm would compute something else.
+    """
+    from ..program import contract
+
+    full = int(os.environ.get("MESHLOOM_FULL_PROCESSES", now))
+    config = loaded.config
+    if full <= now or config.mesh.pipe != 1:  # a pipeline chooses its own microbatches
+        return loaded
+    if contract.has_variables(config.model):
+        return loaded
+    least = -(-(config.num_microbatches or 1) * full // now)
+    sizes = (
+        n for n in range(least, config.batch_size + 1) if not config.batch_size % n
+    )
+    origin = f"{now} of {full} processes"
+    number = next(sizes, config.batch_size)
+    return config_files.override(
+        loaded, "num_microbatches", number, origin, over_flags=True
+    )
+
+
+def _dry_run(config, workdir: Path, group, insist: bool) -> None:
+    from ..checkpoint import init_from
+    from ..plan import forecast
+    from ..plan.choosing import choose_here
+    from ..record import storage
+    from ..record.run_folder import RunFolder
+    from ..run import continuing, data_identity
+    from ..run.prepare import prepare
+
+    prepared = prepare(config, choose=choose_here)
+    folder = RunFolder(workdir)
+    saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
+    continuing.check(config, folder, saved, insist=insist)
+    init_from.check(config.init_from, prepared.program, saved)
+    if folder.previous_values() is not None:
+        data = prepared.datasets
+        readers = group.exchange(
+            "data", lambda: data_identity.view(data), data_identity.readers
+        )["readers"]
+        data_identity.establish(
+            data, group, readers, folder.path, saved, insist=insist, say=print
+        )
+    for line in prepared.describe():
+        print(line)
+    print(forecast.foretell(prepared, 0).line())
+    print("Dry run: config, data and run folder checked; nothing written or trained.")
