@@ -1,6 +1,8 @@
 """A group: who we are among processes, passed in, and several of them at a time."""
 
 import concurrent.futures
+import errno
+import os
 
 import pytest
 from memory_store import MemoryStore
@@ -9,9 +11,12 @@ from meshloom.launch.exit_codes import Unreachable
 from meshloom.trainer.job.group import Group
 from meshloom.trainer.record.failures import CorruptCheckpoint, Unreadable
 
+# What the user must fix; a ValueError counts only if our own code raised it.
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
 
 def together(size, function, store=None, name="run", **settings):
-    """Runs function(group) in a thread for each process; results or errors, in order."""
+    """Runs function(group) in a thread per process; returns results or errors."""
     shared = store or MemoryStore(size)
 
     def one(index):
@@ -96,10 +101,7 @@ def test_who_did_not_arrive_is_named():
 @pytest.mark.parametrize(
     "errors, expected",
     [
-        (
-            (None, ValueError("wrong size")),
-            (ValueError, "process 1 failed.*wrong size"),
-        ),
+        ((None, FULL), (ValueError, "process 1 failed.*No space left")),
         ((Unreadable("x"), CorruptCheckpoint("torn")), (CorruptCheckpoint, "torn")),
         ((None, Unreadable("slow")), (Unreadable, "process 1 failed.*slow")),
         ((None, KeyError("bug")), (Unreachable, "process 1 failed.*bug")),
@@ -125,7 +127,7 @@ def test_an_exchange_judges_only_what_went_well():
     def ask(group, fails):
         def work():
             if fails and group.index == 1:
-                raise ValueError("no data")
+                raise FULL
             return {"n": group.index}
 
         def judge(reports):
@@ -137,7 +139,8 @@ def test_an_exchange_judges_only_what_went_well():
     assert together(3, lambda group: ask(group, False)) == [{"sum": 3}] * 3
     assert len(judged) == 1
     found = together(3, lambda group: ask(group, True))
-    assert all(isinstance(error, ValueError) for error in found) and len(judged) == 1
+    kinds = [type(error) for error in found]
+    assert kinds == [ValueError, OSError, ValueError] and len(judged) == 1
 
 
 def test_a_group_of_one_needs_no_store():
