@@ -57,12 +57,12 @@ def test_section_says_what_the_pipeline_costs(tmp_path):
         "Stages × chunks": "4 × 1",
         "Microbatches": "8, derived from the batch",
         "Bubble, simulated": "27.3 %",
-        "Executed over useful work": "1.375",
-        "Saved inputs a stage": "at most 7",
+        "Executed / useful work": "1.375",
+        "Saved inputs per stage": "at most 7",
         "Remat": "save-named",
-        "Weights gathered": "once a step",
+        "Weights gathered": "once per step",
         "Step time, measured": "0.3 s, the median",
-        "Of it bubble": "0.0818 s, if every tick takes its simulated share",
+        "Bubble": "0.0818 s of it, if every tick takes its simulated share",
     }
     assert "1 if any does a forward and 3 if any does a backward" in html
 
@@ -162,7 +162,7 @@ def test_a_run_shows_the_pipeline_of_its_last_part(tmp_path):
     shown = run(folder, 12, "data=8")
     assert not record.exists() and "bubble" not in shown
     report = (folder / "report.html").read_text()
-    assert "<h2>Pipeline</h2>" not in report and "of it bubble" in report
+    assert "<h2>Pipeline</h2>" not in report and "bubble, simulated" in report
 
     rows = metrics.read(folder / "metrics.jsonl")
     timed = [row for row in rows if "tokens_per_s" in row]
