@@ -1,4 +1,4 @@
-"""The roll-call: before a step is trained, all processes say what they are.
+"""The preflight: before the first step, all processes compare what they will run.
 
 A job trains one program on one kind of machine. A host with another version, config,
 corpus or clock makes it hang, or train something else without a word. So each process
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FIRST_SECONDS = 300.0
 # To open the data and to trace the step of a large model.
 SECOND_SECONDS = 1800.0
-FILE = "rollcall.json"
+FILE = "preflight.json"
 PACKAGES = ("configs", "launch", "models", "sharding", "trainer")
 DISTRIBUTIONS = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
@@ -92,9 +92,9 @@ def who_we_are(config: "Computation") -> Record:
         **{name: flags(os.environ.get(name, "")) for name in FLAGS},
         "jax": {name: jax.config.values[name] for name in JAX_SETTINGS},
     }
-    joining.wait_for_all("roll-call", FIRST_SECONDS)
+    joining.wait_for_all("preflight", FIRST_SECONDS)
     # All clocks are read at this moment, which the barrier has made the same.
-    return _call("roll-call", facts, FIRST_SECONDS, clock=time.time())
+    return _call("preflight", facts, FIRST_SECONDS, clock=time.time())
 
 
 def what_we_do(

@@ -15,7 +15,7 @@ import jax
 
 from . import joining
 
-PREFIX = ".rollcall-"
+PREFIX = ".preflight-"
 # For how long a file of another host may be hidden by what a network file system keeps.
 SEE_SECONDS = 5.0
 

@@ -94,7 +94,7 @@ def establish(
     """Reads what must be read, and compares it with what the run had before.
 
     Every process must come here. Of the processes of a host that see the same files one
-    reads them; whether all hosts have the same is compared by the roll-call. Process 0
+    reads them; whether all hosts have the same is compared by the preflight. Process 0
     compares with before, and all raise where it does. Writes nothing.
     """
     number = _process_index()

@@ -241,7 +241,7 @@ def _begin(
     prepared, folder, ledger = run.prepared, run.folder, run.ledger
     with ledger.held():
         if called.processes:
-            ledger.event("rollcall", hosts=called.hosts, seconds=called.seconds)
+            ledger.event("preflight", hosts=called.hosts, seconds=called.seconds)
         position = run.begin()
         folder.write_config(config_tree.to_json(prepared.config, origins), config_text)
         assert prepared.identity is not None
@@ -249,7 +249,7 @@ def _begin(
     sizes = prepared.layout.params.mesh
     folder.write_json("environment.json", environment(sizes))
     folder.write_json("sharding.json", prepared.layout.params.to_json())
-    _write_rollcall(called, folder)
+    _write_preflight(called, folder)
     return position
 
 
@@ -271,7 +271,7 @@ def _shared_folders(folder: RunFolder, config: Config) -> dict[str, Path]:
     return folders
 
 
-def _write_rollcall(called: preflight.Record, folder: RunFolder) -> None:
+def _write_preflight(called: preflight.Record, folder: RunFolder) -> None:
     if called.processes:
         folder.write_json(preflight.FILE, called.to_json())
     else:
