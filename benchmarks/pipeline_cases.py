@@ -42,9 +42,9 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> "Case":
         """Parses "1f1b", "1f1b:none" or "interleaved:full:microbatch"."""
-        schedule, *words = text.split(":")
+        schedule, *options = text.split(":")
         settings: dict[str, Any] = {}
-        for word in words:
+        for word in options:
             name = "gather" if word in GATHERS else "remat"
             if word not in (*GATHERS, *BACKWARD_COST) or name in settings:
                 raise ValueError(

@@ -91,14 +91,14 @@ def machine(root: Path = Path("/")) -> Iterator[Finding]:
         total, free = (int(amounts[k]) * 1024 for k in ("MemTotal", "MemAvailable"))
         limit = root / "sys/fs/cgroup/memory.max"
         text = limit.read_text().strip() if limit.exists() else "max"
-        words = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
+        summary = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
         if text.isdigit() and int(text) < total:
-            words += f"; container limit {int(text) / GIB:.1f} GiB"
+            summary += f"; container limit {int(text) / GIB:.1f} GiB"
         if free < GIB:
             remedy = "Stop other programs: jax alone needs about half a GiB."
-            yield Finding("memory", words, "warning", remedy)
+            yield Finding("memory", summary, "warning", remedy)
         else:
-            yield Finding("memory", words)
+            yield Finding("memory", summary)
     yield _clock()
 
 
@@ -106,11 +106,11 @@ def _clock(now: float | None = None) -> Finding:
     """Checks the clock: logs and TLS certificates depend on it."""
     now = time.time() if now is None else now
     made = Path(__file__).stat().st_mtime
-    words = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    summary = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < made:
-        words += ", before this program was installed"
-        return Finding("clock", words, "warning", "Set the clock, ideally with NTP.")
-    return Finding("clock", words)
+        summary += ", before this program was installed"
+        return Finding("clock", summary, "warning", "Set the clock, ideally with NTP.")
+    return Finding("clock", summary)
 
 
 def accelerators(root: Path = Path("/")) -> list[str]:
@@ -130,18 +130,18 @@ def devices(
     if error := probed.get("error"):
         yield Finding("devices", f"jax cannot start: {error}", "problem", _fix(error))
         return
-    words = f"{probed['count']} {probed['kind']} ({probed['platform']})"
+    summary = f"{probed['count']} {probed['kind']} ({probed['platform']})"
     if not present or probed["platform"] != "cpu":
-        yield Finding("devices", words)
+        yield Finding("devices", summary)
         return
-    words = f"{words}, but this machine has a {' and a '.join(present)}"
+    summary = f"{summary}, but this machine has a {' and a '.join(present)}"
     if platforms := environ.get("JAX_PLATFORMS"):
         remedy = f"JAX_PLATFORMS={platforms} requests it: unset it to use the other."
-        yield Finding("devices", words, "warning", remedy)
+        yield Finding("devices", summary, "warning", remedy)
         return
     extra = EXTRAS[present[0]]
     remedy = f"make train EXTRA={extra}, or pip install 'meshloom[{extra}]'"
-    yield Finding("devices", words, "problem", remedy)
+    yield Finding("devices", summary, "problem", remedy)
 
 
 def _fix(error: str) -> str:

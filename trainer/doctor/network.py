@@ -92,8 +92,8 @@ def port(
             yield Finding("port", found, "problem", remedy)
             return
         chosen = listener.getsockname()[1]
-    words = f"{address}:{chosen} is free for a coordinator"
-    yield Finding("port", words + (" (an example)" if not number else ""))
+    summary = f"{address}:{chosen} is free for a coordinator"
+    yield Finding("port", summary + (" (an example)" if not number else ""))
 
 
 def _address_of(interface: str) -> str | None:
@@ -139,21 +139,21 @@ def _distributed(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         found = process_env.find(environ)
     except ValueError as error:
-        words, _, remedy = str(error).partition(". ")
-        yield Finding("distributed", words, "problem", remedy)
+        summary, _, remedy = str(error).partition(". ")
+        yield Finding("distributed", summary, "problem", remedy)
         return
     if found is None:
         return
-    words = (
+    summary = (
         f"process {found.process_id} of {found.num_processes}, found from "
         f"{found.source}; coordinator {found.coordinator}"
     )
     if resolve(found.address[0]):
-        yield Finding("distributed", words)
+        yield Finding("distributed", summary)
     else:
         remedy = "Fix MESHLOOM_COORDINATOR (HOST:PORT), or the name in DNS."
-        words += ", whose host has no address"
-        yield Finding("distributed", words, "problem", remedy)
+        summary += ", whose host has no address"
+        yield Finding("distributed", summary, "problem", remedy)
 
 
 def scheduler(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -78,17 +78,17 @@ def _is_held(lock: Path) -> bool:
 def _room(subject: str, path: Path, existing: Path, mounts: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(existing).free
     kind = file_system(existing, mounts)
-    words = f"{path} is writable; {free / GIB:.1f} GiB free on {kind}"
+    summary = f"{path} is writable; {free / GIB:.1f} GiB free on {kind}"
     if free < FEW_BYTES:
         remedy = (
             "Free some space: a checkpoint is about three times the size of the model."
         )
-        yield Finding(subject, words, "warning", remedy)
+        yield Finding(subject, summary, "warning", remedy)
     elif kind in ("tmpfs", "ramfs"):
         remedy = "This is memory, lost on reboot; use a disk to keep the run."
-        yield Finding(subject, words, "warning", remedy)
+        yield Finding(subject, summary, "warning", remedy)
     else:
-        yield Finding(subject, words)
+        yield Finding(subject, summary)
 
 
 def file_system(path: Path, mounts: Path) -> str:
