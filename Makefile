@@ -1,19 +1,19 @@
-# make train   sets everything up and trains the default model
-# make test    sets everything up and runs all that CI runs
+# make train   installs everything and trains the default model
+# make test    installs everything and runs what CI runs
 PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?=
 ARGS ?=
 WORKERS ?= 2
 BIN := $(VENV)/bin
-# setuptools warns of every editable install; errors still show.
+# Hides the warning of setuptools on every editable install, but no errors.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
 ALONE_VENV := build/alone-venv
 
 .PHONY: install dev train test lint types tests slow wheel-test benchmarks clean
 
-# One stamp for each set of extras: `make train EXTRA=cuda12` installs once more.
+# One stamp per set of extras, so that `make train EXTRA=cuda12` installs again.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
 DEV := $(VENV)/.installed-dev
 
@@ -45,7 +45,8 @@ lint: $(DEV)
 types: $(DEV)
 	$(BIN)/pyright
 
-# What tests use beside Python: a browser, a real Slurm, both MPIs, ssh, two hosts.
+# What the tests need besides Python: a browser, Slurm, both MPIs, ssh, and iproute2
+# to simulate two hosts.
 DEBIAN := chromium slurmctld slurmd slurm-client munge openmpi-bin mpich \
   openssh-server openssh-client iproute2
 MISSING = $(filter-out $(shell dpkg-query -W -f='$${db:Status-Status}:$${Package}\n' \
@@ -55,12 +56,12 @@ tests: $(DEV)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow and not processes' $(ARGS)
 	$(BIN)/python -m pytest -q -m 'processes and not slow' $(ARGS)
 
-# Longer forms of tests that always run.
+# The long forms of tests.
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-# The wheel in an environment of its own, used from another folder; then the sharding
-# library in one that has none of the trainer's dependencies.
+# Tests the wheel in a fresh environment, from another folder; then the sharding library
+# in one without the dependencies of the trainer.
 wheel-test: $(DEV)
 	rm -rf build/lib build/wheel && mkdir -p build/wheel
 	$(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log || (cat build/wheel.log; exit 1)

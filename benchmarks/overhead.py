@@ -1,10 +1,10 @@
-"""What the trainer's loop costs: its tokens/s against a bare loop of the same step.
+"""Measures the overhead of the training loop against a bare loop of the same step.
 
     python benchmarks/overhead.py [--config default] [--rounds 6] [--steps 20]
 
-Both run the same compiled step in one process and take turns. The trainer's loop reads
+Both run the same compiled step in one process and alternate. The training loop reads
 data, fetches and writes metrics and shows progress; the bare loop feeds one batch that
-is already on the device and waits at its end only.
+is already on the device and only blocks at the end.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from meshloom.trainer.run.prepare import Prepared, prepare
 
 
 def bare(step_fn, state, batch, num_steps: int):
+    """Runs steps on one batch, without data, metrics or progress."""
     for _ in range(num_steps):
         state, figures = step_fn(state, batch)
     return jax.block_until_ready(state)
@@ -43,17 +44,17 @@ def ours(
     start: int,
     num_steps: int,
     out: Path,
-    make_hooks=lambda progress, bad: [],
+    make_hooks=lambda progress, failed: [],
 ):
-    """Trains as a run does; hooks are made with its progress and failed steps."""
+    """Trains as a run does; `make_hooks` gets its progress and failed steps."""
     config = prepared.config
     unit, count = data.throughput_unit(prepared.train_data)
     units = (unit, count * config.batch_size)
-    # A terminal that goes nowhere, so that the live bar is drawn for real.
+    # A terminal without a screen, so that the live bar is really drawn.
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     flops = config.model.model_flops(prepared.program.batch)
     progress = Progress(start + num_steps, start, units, flops, None, console)
-    bad = FailedSteps(config.rewind_after, progress.message)
+    failed = FailedSteps(config.rewind_after, progress.message)
     writers = [metrics.FileWriter(out)]
     batches = device_batches(
         prepared.train_data,
@@ -70,9 +71,9 @@ def ours(
             batches,
             start=start,
             num_steps=start + num_steps,
-            record=Recorder(progress, writers, *units, bad, Ledger(out)),
+            record=Recorder(progress, writers, *units, failed, Ledger(out)),
             record_every=config.log_every,
-            hooks=make_hooks(progress, bad),
+            hooks=make_hooks(progress, failed),
         )
     return jax.block_until_ready(state)
 

@@ -1,12 +1,13 @@
-"""Pipeline schedules side by side: bubble, FLOPs, temporaries and step time.
+"""Compares pipeline schedules: bubble, FLOPs, temporary memory and step time.
 
     python benchmarks/pipeline.py [--cases gpipe 1f1b 1f1b:none] [--mesh pipe=4,fsdp=2]
     python benchmarks/pipeline.py --topology v5e:4x4 [--cases 1f1b interleaved]
 
-A case is a schedule, then with colons what is recomputed and when weights are gathered,
-where not as usual. All cases and the same model without a pipeline, its batch cut over
-the devices of the stages too, take turns in one run. With --topology programs are
-compiled for TPUs that need not be there, and nothing is run; that needs libtpu.
+A case is a schedule, followed by the remat policy and by when weights are gathered if
+they are not the default, separated by colons. All cases, and the same model without a
+pipeline whose batch is sharded over the stages' devices instead, alternate in one run.
+With --topology, programs are compiled for TPUs that need not be present, and nothing is
+run; that needs libtpu.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pipeline_cases import Bench, Case, Program
 from meshloom.sharding import MeshSpec
 from meshloom.sharding.text import align, human_bytes
 
-# How many times as many microbatches, to see what grows.
+# The factor by which microbatches are increased to measure growth.
 MORE = 4
 SCHEDULES = ["gpipe", "1f1b", "interleaved"]
 CASES = [*SCHEDULES, "1f1b:none", "1f1b:full", "1f1b:microbatch"]
@@ -51,12 +52,12 @@ ON_TPU = {
 
 
 def compile_case(bench: Bench, case: Case, num: int) -> tuple[dict[str, Any], Program]:
-    """What is known before it runs; the program is that of `num` microbatches."""
+    """Returns the static figures, and the program of `num` microbatches."""
     found = bench.simulate(case, num)
     result: dict[str, Any] = {"case": str(case), "bubble": found.bubble}
     programs = {n: bench.staged(case, n) for n in (num, MORE * num)}
     if bench.mesh.devices.flat[0].platform == "cpu":
-        # It is never run. Buffers and products are the same, in half the time.
+        # Never run. Buffers and matmuls are the same, compiled in half the time.
         quick = {"xla_backend_optimization_level": 0} | bench.options
         programs[MORE * num] = dataclasses.replace(programs[MORE * num], options=quick)
     for count, program in programs.items():
@@ -72,11 +73,11 @@ def compile_case(bench: Bench, case: Case, num: int) -> tuple[dict[str, Any], Pr
 
 
 def measure(bench: Bench, programs: dict[str, Program], rounds: int) -> dict[str, Any]:
-    """Seconds of each program, taking turns."""
+    """Returns the seconds of each program; programs alternate."""
     inputs = {name: p.inputs(bench.model) for name, p in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     losses: dict[str, float] = {}
-    for i in range(rounds + 1):  # the first to warm up
+    for i in range(rounds + 1):  # the first is a warm-up
         for name, program in programs.items():
             begin = time.perf_counter()
             sums, grads = jax.block_until_ready(program.compiled(*inputs[name]))
@@ -90,7 +91,7 @@ def measure(bench: Bench, programs: dict[str, Program], rounds: int) -> dict[str
 
 
 def add_times(result: dict[str, Any], seconds: dict[str, list[float]], num: int):
-    """Medians, and ratios to the model without a pipeline of the same round."""
+    """Adds medians, and ratios to the unpipelined model in the same round."""
     plain = result["unpipelined"]
     plain["step_s"] = statistics.median(seconds["unpipelined"])
     for case in result["cases"]:
@@ -107,6 +108,7 @@ def add_times(result: dict[str, Any], seconds: dict[str, list[float]], num: int)
 
 
 def table(result: dict[str, Any]) -> str:
+    """Formats the figures of all cases."""
     num = result["microbatches"]
     few, many = f"microbatches_{num}", f"microbatches_{MORE * num}"
     has_times = "unpipelined" in result
@@ -143,7 +145,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def traffic(result: dict[str, Any]) -> str:
-    """Collectives of each case, on one device, with few and with many microbatches."""
+    """Formats the collectives per device, with few and with many microbatches."""
     num = result["microbatches"]
     counts = num, MORE * num
     rows = [["", "collective", "over", *(f"at {n}" for n in counts)]]
@@ -152,22 +154,23 @@ def traffic(result: dict[str, Any]) -> str:
         for i, count in enumerate(counts):
             for total in case[f"microbatches_{count}"]["collectives"]:
                 key = total["kind"], ",".join(total["axes"])
-                words = f"{total['count']} x, {human_bytes(total['bytes'])}"
-                cells.setdefault(key, ["-", "-"])[i] = words
+                text = f"{total['count']} x, {human_bytes(total['bytes'])}"
+                cells.setdefault(key, ["-", "-"])[i] = text
         rows += [[case["case"], *key, *found] for key, found in cells.items()]
     return align(rows, right=(3, 4))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Compiles all cases and, without --topology, times them."""
     cases = [Case.parse(text) for text in args.cases]
     jax.config.update("jax_platforms", "cpu")
-    # From there, pipelines on CPU devices hang: docs/pipeline.md.
+    # Pipelines loaded from the cache hang on CPU devices: docs/pipeline.md.
     jax.config.update("jax_enable_compilation_cache", False)
     if args.topology:
         devices = tpu_devices(args.topology)
     else:
         num_devices = math.prod(MeshSpec.parse(args.mesh).abstract().axis_sizes)
-        # Threads for all collectives that a device waits in: docs/pipeline.md.
+        # Enough threads for all blocking collectives: docs/pipeline.md.
         os.environ["NPROC"] = str(max(4 * num_devices, os.cpu_count() or 1))
         jax.config.update("jax_num_cpu_devices", num_devices)
         devices = jax.devices()
@@ -193,13 +196,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tpu_devices(name: str) -> list[Any]:
-    """Devices of a topology, to compile for."""
+    """Returns the devices of a TPU topology to compile for."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            f"--topology {name}: libtpu, the compiler for TPUs, is not installed. "
-            "pip install libtpu, in an environment of its own."
+            f"--topology {name}: libtpu, the TPU compiler, is not installed. Run pip "
+            "install libtpu, in a separate environment."
         )
-    # It looks for the TPU machine it runs on, and locks that; nothing here needs one.
+    # libtpu looks for a TPU host and locks it; compiling needs neither.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -207,8 +210,7 @@ def tpu_devices(name: str) -> list[Any]:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"--topology {name}: libtpu makes no devices of it: {error}. A name that "
-            "it knows is v5e:4x4."
+            f"--topology {name}: libtpu does not support it: {error}. Example: v5e:4x4."
         ) from error
     return list(found.devices)
 
@@ -217,22 +219,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--topology", help="compile for TPUs, such as v5e:4x4")
+    parser.add_argument(
+        "--topology", help="compile for a TPU topology, such as v5e:4x4"
+    )
     parser.add_argument(
         "--cases",
         nargs="+",
         help=f"default {' '.join(CASES)}, with --topology {' '.join(SCHEDULES)}",
     )
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=2, help="of interleaved")
+    parser.add_argument(
+        "--chunks", type=int, default=2, help="chunks of the interleaved schedule"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--compiler", action="append", default=[], help="an option, NAME=VALUE"
+        "--compiler", action="append", default=[], help="an XLA option, NAME=VALUE"
     )
-    parser.add_argument("--json", type=Path, help="a file for all figures")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     for name, value in ON_CPU.items():
-        words = f"default {value}, with --topology {ON_TPU[name]}"
-        parser.add_argument(f"--{name}", type=type(value), help=words)
+        text = f"default {value}, with --topology {ON_TPU[name]}"
+        parser.add_argument(f"--{name}", type=type(value), help=text)
     args = parser.parse_args()
     args.cases = args.cases or (SCHEDULES if args.topology else CASES)
     for name, value in (ON_TPU if args.topology else ON_CPU).items():

@@ -1,4 +1,4 @@
-"""What benchmarks/pipeline.py compares: gradients by a schedule, and without one."""
+"""The programs that pipeline.py compares: gradients with and without a pipeline."""
 
 import argparse
 import dataclasses
@@ -33,7 +33,7 @@ PLAN = "data+fsdp+tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A schedule with what is recomputed and when weights are gathered."""
+    """A schedule, its remat policy, and when weights are gathered."""
 
     schedule: str
     remat: Remat = "save-named"
@@ -41,28 +41,29 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """Reads "1f1b", "1f1b:none" or "interleaved:full:microbatch"."""
-        schedule, *words = text.split(":")
+        """Parses "1f1b", "1f1b:none" or "interleaved:full:microbatch"."""
+        schedule, *options = text.split(":")
         settings: dict[str, Any] = {}
-        for word in words:
+        for word in options:
             name = "gather" if word in GATHERS else "remat"
             if word not in (*GATHERS, *BACKWARD_COST) or name in settings:
                 raise ValueError(
-                    f"case {text!r}: {word!r} is unknown or said twice. After a "
-                    f"schedule may stand one of {', '.join(BACKWARD_COST)}, and one of "
+                    f"case {text!r}: {word!r} is unknown or given twice. Expected "
+                    f"SCHEDULE[:REMAT][:GATHER] with REMAT one of "
+                    f"{', '.join(BACKWARD_COST)} and GATHER one of "
                     f"{', '.join(GATHERS)}."
                 )
             settings[name] = word
         if schedule not in NAMES:
             raise ValueError(
-                f"case {text!r}: schedule {schedule!r} is unknown; there are "
+                f"case {text!r}: schedule {schedule!r} is unknown; expected one of "
                 f"{', '.join(NAMES)}"
             )
         return cls(schedule, **settings)
 
     def __str__(self) -> str:
-        words = (self.remat, Case.remat), (self.gather, Case.gather)
-        return ":".join([self.schedule, *(w for w, usual in words if w != usual)])
+        parts = (self.remat, Case.remat), (self.gather, Case.gather)
+        return ":".join([self.schedule, *(x for x, default in parts if x != default)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,11 @@ class Bench:
     """A model on a mesh, and the size of a microbatch.
 
     Attributes:
-      rows: examples of a microbatch on each device that shares a batch.
-      options: of the compiler.
+      model: the config of the model.
+      mesh: the mesh, including the pipe axis.
+      rows: the examples of a microbatch per batch shard.
+      num_chunks: the chunks per stage of the interleaved schedule.
+      options: XLA compiler options.
     """
 
     model: transformer.Config
@@ -101,7 +105,7 @@ class Bench:
 
     @property
     def ways(self) -> int:
-        """Devices that share a batch."""
+        """The number of batch shards."""
         sizes = self.mesh.shape
         return math.prod(sizes[a] for a in ("replica", "data", "fsdp", "expert"))
 
@@ -111,7 +115,7 @@ class Bench:
         )
 
     def staged(self, case: Case, num_microbatches: int) -> "Program":
-        """Gradients by a schedule."""
+        """Returns the program of the gradients under a schedule."""
         model = dataclasses.replace(self.model, remat=case.remat)
         schedule = self._schedule(case, num_microbatches)
         rules, axes = parse_plan(f"{PLAN}+pipeline"), model.axes()
@@ -134,7 +138,7 @@ class Bench:
         )
 
     def unpipelined(self, num_microbatches: int) -> "Program":
-        """The same gradients with the stages' devices as more rows of the batch."""
+        """Returns the same gradients, the batch sharded over the stages' devices."""
         model, sizes = self.model, dict(self.mesh.shape)
         sizes["data"], sizes["pipe"] = sizes["data"] * sizes["pipe"], 1
         mesh = MeshSpec(**sizes).make(self.mesh.devices.ravel())
@@ -158,7 +162,7 @@ class Bench:
         )
 
     def simulated_flops(self, case: Case, num_microbatches: int) -> float:
-        """On one device: the simulator's cost in forwards of a stage, and the head."""
+        """Returns the FLOPs per device by the simulator, including the head."""
         forward, head = self._unit_flops
         cost = self.simulate(case, num_microbatches).cost
         share = self.mesh.shape["pipe"] * self.mesh.shape["tensor"]
@@ -166,7 +170,7 @@ class Bench:
 
     @functools.cached_property
     def _unit_flops(self) -> tuple[float, float]:
-        """Of one microbatch on one device: all blocks forward; head with gradients."""
+        """FLOPs per microbatch and device of blocks, and of the head's gradients."""
         stack = dataclasses.replace(self.model, remat="none").stack()
         params = jax.eval_shape(self.model.init, jax.random.key(0))
         outside = {k: v for k, v in params.items() if k != stack.blocks}
@@ -204,10 +208,14 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of (params, batch), and how both are placed.
+    """A function of (params, batch), and the shardings of both.
 
     Attributes:
-      order: the layer that stands at each place of the stack.
+      function: the function to compile.
+      mesh: the mesh that it runs on.
+      placed: the abstract params and batch, with shardings.
+      order: the layer at each position of the stack.
+      options: XLA compiler options.
     """
 
     function: Any
@@ -217,7 +225,7 @@ class Program:
     options: dict[str, Any]
 
     def inputs(self, model: transformer.Config) -> tuple[Any, Any]:
-        """The same values for every program of the same shapes."""
+        """Returns inputs, the same for every program of the same shapes."""
         params, batch = self.placed
         weights = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
         weights = reorder(weights, model.axes(), self.order)
@@ -235,7 +243,7 @@ class Program:
         return jax.jit(self.function).lower(*self.placed).compile(self.options or None)
 
     def figures(self) -> dict[str, Any]:
-        """Of the program on one device."""
+        """Returns FLOPs, temporary memory and collectives per device."""
         text = self.compiled.as_text()
         memory: Any = self.compiled.memory_analysis()
         document = json.loads(audit(self.compiled, self.mesh).to_json())
@@ -254,7 +262,7 @@ def batch_shapes(num_rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
 def _place(
     model: transformer.Config, rules: Rules, mesh: Mesh, batch: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Parameters and batch as shapes with shardings."""
+    """Returns abstract params and batch, with shardings."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     names = {name: model.batch_axes()[name] for name in batch}
     trees = (params, model.axes(), "param"), (batch, names, "compute")

@@ -1,13 +1,13 @@
-"""A compiled program's FLOPs, traffic and modelled time, from its text alone.
+"""Computes FLOPs, traffic and modelled time of a compiled program from its HLO text.
 
     python benchmarks/program.py FILE.hlo --target v5p-128 --mesh fsdp=16,tensor=4
 
-Reads any program of XLA for TPUs or GPUs, ours (meshloom plan --compile
---keep-hlo) or another. The mesh names the axes by which a program numbers its devices,
-the slowest network first; sizes are what counts, names are yours. Nothing is compiled.
+Reads any XLA program for TPUs or GPUs, ours (meshloom plan --compile --keep-hlo) or
+another. The mesh gives the axes in the order of the program's device ids, slowest
+network first; only the sizes matter, the names are up to you. Nothing is compiled.
 
-The time ranks programs on the same target. It predicts no measurement: trainer/plan/
-program.py says what is modelled, and what is not.
+The time ranks programs on the same target; it does not predict a measurement. See
+trainer/plan/compile/program.py for what is modelled and what is not.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from meshloom.trainer.program.hardware import parse_target
 
 
 def mesh(text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of the axes, and the parts of them that cross slices."""
+    """Parses the sizes of the axes, and the factors that cross slices."""
     sizes, slices = {}, {}
     for word in text.split(","):
         name, _, size = word.partition("=")
         size, _, far = size.partition("/")
         if not name or not size.isdigit() or not (far or "1").isdigit():
             raise argparse.ArgumentTypeError(
-                f"{word!r} is no axis; write --mesh fsdp=16,tensor=4, or data=2/2,... "
+                f"{word!r} is not an axis; expected fsdp=16,tensor=4, or data=2/2,... "
                 "for an axis that crosses 2 slices"
             )
         sizes[name], slices[name] = int(size), int(far or 1)
@@ -36,6 +36,7 @@ def mesh(text: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def table(found: Modelled, peak: float, model_flops: float | None, top: int) -> str:
+    """Formats the parts of the step, its collectives and its slowest operations."""
     done, total, hidden = found.asynchronous()
     rows = [
         ("executed", f"{found.flops:.4g} FLOPs", ""),
@@ -54,15 +55,15 @@ def table(found: Modelled, peak: float, model_flops: float | None, top: int) -> 
     if model_flops:
         bound = model_flops / peak / found.seconds
         rows.append(
-            ("MFU bound", f"{bound:.3f}", "model FLOPs at the peak over the step")
+            ("MFU bound", f"{bound:.3f}", "time of the model FLOPs at peak / step")
         )
     for name in found.unknown_kernels:
-        rows.append(("not counted", "", f"the products of kernel {name}"))
+        rows.append(("not counted", "", f"the FLOPs of kernel {name}"))
     blocks = [align(rows, right=(1,)), _exchanges(found), _operations(found, top)]
     return "\n\n".join(blocks)
 
 
-# Parts of a step below this share are left out.
+# Omits parts of a step below this share.
 SMALL = 0.0005
 
 
@@ -73,7 +74,7 @@ def _exchanges(found: Modelled) -> str:
         sums = totals.setdefault(key, [0, 0, 0, 0])
         for i, count in enumerate((one.count, one.bytes, one.seconds, one.exposed)):
             sums[i] += count
-    rows = [("collective", "axes", "", "count", "bytes", "links busy", "waited for")]
+    rows = [("collective", "axes", "", "count", "bytes", "busy", "exposed")]
     for (kind, axes, is_async), (count, size, busy, exposed) in sorted(
         totals.items(), key=lambda row: -row[1][2]
     ):
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument(
         "--model-flops",
         type=float,
-        help="of a device and step, nothing counted twice; for the MFU bound",
+        help="model FLOPs per device and step, without remat; for the MFU bound",
     )
     parser.add_argument("--top", type=int, default=10, help="operations to list")
     parser.add_argument("--json", action="store_true", help="print JSON")

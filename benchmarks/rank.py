@@ -1,11 +1,11 @@
-"""Does the closed form order plans as the programs that the compiler makes of them?
+"""Checks that the closed form ranks layouts as the compiled programs do.
 
-    python benchmarks/rank.py [--programs FOLDER] [--plans "7b v5p-128"]
+    python benchmarks/rank.py [--programs FOLDER] [--suites "7b v5p-128"]
 
-One model, target and batch on several meshes: each is compiled (libtpu; a minute or
-two each on two cores), its time is modelled from its text, and the closed form stands
-beside it. With --programs, texts are kept there, and those that are there are not
-compiled again: such a run needs no libtpu.
+Each suite is one model, target and batch on several meshes. Each case is compiled
+(libtpu; a minute or two on two cores), its time is modelled from its HLO text, and
+compared with the closed form. --programs keeps the texts and reuses existing ones, so
+that a second run needs no libtpu.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from plan import Case, micro
 from meshloom.trainer.plan.compile.compiled import compile_step
 from meshloom.trainer.plan.compile.program import model_program
 
-PLANS = {
+SUITES = {
     "1b v5e:4x4": [
         Case("1b", "v5e:4x4", mesh, "save-named", 32, settings)
         for mesh, settings in (
@@ -44,7 +44,7 @@ PLANS = {
 
 
 def times(case: Case, programs: Path) -> tuple[float, float]:
-    """Seconds of a step: modelled from the program, and by the closed form."""
+    """Returns the seconds of a step by the compiled program and by the closed form."""
     found = case.plan()
     text = programs / f"{str(case).replace(' ', '_')}.hlo"
     if not text.exists():
@@ -55,14 +55,15 @@ def times(case: Case, programs: Path) -> tuple[float, float]:
 
 
 def table(rows: dict[str, tuple[float, float]]) -> str:
-    lines = ["| plan | program, ms | closed form, ms | ratio | place | closed form's |"]
+    """Formats both times of each case, with the rank by each."""
+    lines = ["| case | program, ms | closed form, ms | ratio | rank | closed form's |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     closed = sorted(seconds for _, seconds in rows.values())
     ordered = sorted(rows.items(), key=lambda row: row[1][0])
-    for place, (name, (program, form)) in enumerate(ordered, start=1):
+    for rank, (name, (program, form)) in enumerate(ordered, start=1):
         lines.append(
             f"| {name} | {1000 * program:.0f} | {1000 * form:.0f} | "
-            f"{form / program:.3f} | {place} | {closed.index(form) + 1} |"
+            f"{form / program:.3f} | {rank} | {closed.index(form) + 1} |"
         )
     return "\n".join(lines)
 
@@ -71,14 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--programs", type=Path, help="a folder for programs' texts")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, help="which to compare")
+    parser.add_argument("--programs", type=Path, help="the folder of the HLO texts")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, help="which to run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         programs = args.programs or Path(folder)
         programs.mkdir(parents=True, exist_ok=True)
-        for name in args.plans or PLANS:
-            print(table({str(case): times(case, programs) for case in PLANS[name]}))
+        for name in args.suites or SUITES:
+            print(table({str(case): times(case, programs) for case in SUITES[name]}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What checkpoints cost: the loop with saves against the loop without, and a restore.
+"""Measures the cost of checkpoints: the training loop with and without, and a restore.
 
     python benchmarks/saving.py [--config default] [--rounds 6] [--steps 20]
         [--every 10] [--restore-mib 1024]
 
-Loops with and without saves take turns in one process. The restore of a state of random
-numbers, its digests verified, is compared with plain reads of the files of the same
-checkpoint, both with the files in the system's memory.
+Loops with and without saves alternate in one process. The verified restore of a random
+state is compared with plain reads of the files of the same checkpoint, both from the
+page cache.
 """
 
 import argparse
@@ -34,30 +34,31 @@ CHUNK = 16 << 20
 
 
 def saving(args: argparse.Namespace, folder: Path) -> dict:
+    """Measures the training loop with and without saves."""
     config = config_files.load([args.config], args.set, root=train.Config).config
     prepared = prepare.prepare(config)
     step_fn = prepared.compile()
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
     stalls: list[float] = []
 
-    def note(kind, **facts):
+    def on_event(kind, **facts):
         if kind == "save":
             stalls.append(facts["stall_s"])
 
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2, event=note)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2, event=on_event)
 
-    def with_saves(progress, bad):
-        return [Save(args.every, checkpoints, prepared, progress, bad)]
+    def with_saves(progress, failed):
+        return [Save(args.every, checkpoints, prepared, progress, failed)]
 
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     start = 0
-    for i in range(args.rounds + 1):  # the first to warm up
+    for i in range(args.rounds + 1):  # the first is a warm-up
         for name in seconds:
             hooks = (with_saves,) if name == "with" else ()
             begin = time.perf_counter()
             state = ours(prepared, step_fn, state, start, args.steps, folder, *hooks)
             if name == "with":
-                checkpoints.wait()  # what is written behind is paid for too
+                checkpoints.wait()  # includes background writes
             if i:
                 seconds[name].append(time.perf_counter() - begin)
             start += args.steps
@@ -77,7 +78,7 @@ def saving(args: argparse.Namespace, folder: Path) -> dict:
 
 
 class Arrays:
-    """As much of a layout as a restore asks for: 16 arrays, cut over the devices."""
+    """The part of a layout that a restore needs: 16 arrays sharded over all devices."""
 
     def __init__(self, mib: int):
         self._shape = (4 * mib, 4096)
@@ -91,6 +92,7 @@ class Arrays:
 
 
 def restoring(mib: int, rounds: int, folder: Path) -> dict:
+    """Measures a verified restore against plain reads of the same files."""
     mesh = MeshSpec(fsdp=-1).make()
     layout = Arrays(mib)
     shapes = layout.placed(mesh)
@@ -106,7 +108,7 @@ def restoring(mib: int, rounds: int, folder: Path) -> dict:
     checkpoints.save(1, State(step, params, ()))
     checkpoints.wait()
     seconds: dict[str, list[float]] = {"restore": [], "read": []}
-    for i in range(rounds + 1):  # the first to warm up
+    for i in range(rounds + 1):  # the first is a warm-up
         begin = time.perf_counter()
         jax.block_until_ready(checkpoints.restore(1, layout, mesh)[0])  # type: ignore
         middle = time.perf_counter()
@@ -127,6 +129,7 @@ def restoring(mib: int, rounds: int, folder: Path) -> dict:
 
 
 def read(folder: Path) -> int:
+    """Reads all files and returns their total size."""
     size = 0
     for path in sorted(folder.rglob("*")):
         if path.is_file():

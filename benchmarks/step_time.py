@@ -1,9 +1,9 @@
-"""Seconds a train step: ours, and the same model in PyTorch where it is installed.
+"""Measures seconds per train step, ours and the same model in PyTorch if installed.
 
     python benchmarks/step_time.py [--steps 8] [--layers 6] [--width 384]
 
-Each program runs in a process of its own, as users run them, and they take turns step
-by step, so that whatever else the machine does hits both. What counts is the ratio.
+Each program runs in its own process, as users run them, and they alternate step by
+step, so that other load on the machine hits both. Only the ratio is meaningful.
 """
 
 import argparse
@@ -90,14 +90,14 @@ def pytorch(args):
 
 
 def work(args) -> None:
-    """One step for each line on standard input."""
+    """Runs one step for each line on standard input."""
     step, flops = {"ours": ours, "pytorch": pytorch}[args.worker](args)
     step(), step()
     print(flops, flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         loss = step()
-        assert loss == loss, "the loss is not a number"
+        assert loss == loss, "the loss is NaN"
         print(time.perf_counter() - start, flush=True)
 
 
@@ -122,7 +122,10 @@ def main() -> None:
     if importlib.util.find_spec("torch"):
         names.append("pytorch")
     else:
-        print("PyTorch is not installed: no ratio. pip install torch", file=sys.stderr)
+        print(
+            "PyTorch is not installed, so there is no ratio: pip install torch",
+            file=sys.stderr,
+        )
     workers = {name: _start(name) for name in names}
     flops = {name: float(_read(worker)) for name, worker in workers.items()}["ours"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -158,7 +161,7 @@ def _start(name: str) -> subprocess.Popen:
 def _read(worker: subprocess.Popen) -> str:
     line = worker.stdout.readline()
     if not line:
-        raise SystemExit(f"a worker ended with status {worker.wait(timeout=60)}")
+        raise SystemExit(f"a worker exited with status {worker.wait(timeout=60)}")
     return line
 
 

@@ -1,4 +1,4 @@
-"""The default model's shapes in PyTorch, eager, as one would write it there."""
+"""The default model in eager PyTorch, written as PyTorch users would."""
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 def make_step(**sizes):
-    """A function of (inputs, targets) that does one AdamW update, with clipping."""
+    """Returns a function of (inputs, targets) that runs one clipped AdamW update."""
     torch.manual_seed(0)
     model = GPT(**sizes)
     optimizer = torch.optim.AdamW(

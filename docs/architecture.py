@@ -1,11 +1,11 @@
 """Draws docs/architecture.svg: the rooms of this repository and their imports.
 
-  python docs/architecture.py           draws the picture anew
+  python docs/architecture.py           redraws the picture
   python docs/architecture.py --check   exits with 1 if the picture is out of date
 
-The imports are read from the source (ast); nothing of Meshloom is imported. An arrow
-that a longer path implies is left out of the picture. Pointing at a box in a browser
-shows all its imports.
+The imports are read from the source (ast), without importing Meshloom. Arrows that are
+implied by a longer path are omitted. Hover over a box in a browser to see all its
+imports.
 """
 
 import ast
@@ -21,11 +21,15 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A package, a part of one, or the files at the top of `trainer/`; a box.
+    """A package, a subpackage, or the files at the top of `trainer/`, drawn as a box.
 
     Attributes:
-      row, column, span: where the box stands, and how many columns it spans.
-      label: the last part of the name if empty.
+      name: the path of the package.
+      about: a few words on what it does.
+      row: the row of the box.
+      column: the first column of the box.
+      span: the number of columns of the box.
+      label: the title of the box; defaults to the last part of the name.
     """
 
     name: str
@@ -36,11 +40,11 @@ class Room:
     label: str = ""
 
 
-# In their order: each may import those after it. A box stands below what imports it.
+# In order: each may import those after it. A box is drawn below those that import it.
 ROOMS = (
     Room("trainer", "the command meshloom", 0, 0, 3, label="cli.py, warm.py"),
     Room("trainer/commands", "the subcommands", 1, 1),
-    Room("trainer/doctor", "is this machine fit?", 2, 1),
+    Room("trainer/doctor", "is this machine ready?", 2, 1),
     Room("trainer/report", "a run as an HTML page", 2, 2),
     Room("trainer/plan", "what a run will cost", 3, 2),
     Room("trainer/verify", "certificates, drills", 2, 0),
@@ -65,14 +69,14 @@ Modules = dict[str, set[str]]  # module -> modules it imports, by dotted names
 
 
 def room_of(module: str) -> str:
-    """The innermost room of a module: `trainer.run.loop` is in `trainer/run`."""
+    """Returns the innermost room of a module: `trainer/run` for `trainer.run.loop`."""
     parts = module.split(".")
     names = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next(name for name in names if name in BY_NAME)
 
 
 def files(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
-    """The modules of all rooms by dotted name; a package by its `__init__.py`."""
+    """Returns the modules of all rooms; a package stands for its `__init__.py`."""
     found = {}
     for package in sorted({room.name.split("/")[0] for room in ROOMS}):
         for path in sorted((root / package).glob("**/*.py")):
@@ -82,7 +86,7 @@ def files(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
 
 
 def imports(root: pathlib.Path = ROOT) -> Modules:
-    """What each module imports, also in functions and under TYPE_CHECKING."""
+    """Returns all imports, including those in functions and under TYPE_CHECKING."""
     known = files(root)
     found: Modules = {}
     for module, path in known.items():
@@ -100,7 +104,7 @@ def imports(root: pathlib.Path = ROOT) -> Modules:
 
 
 def _imported(node: ast.AST, package: list[str]) -> list[str]:
-    """Dotted names from the root of the repository; `meshloom.` is the root too."""
+    """Returns dotted names relative to the repository root, which is `meshloom` too."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
@@ -115,7 +119,7 @@ def _imported(node: ast.AST, package: list[str]) -> list[str]:
 
 
 def graph(modules: Modules) -> Modules:
-    """Imports between rooms."""
+    """Returns the imports between rooms."""
     found: Modules = {room.name: set() for room in ROOMS}
     for module, imported in modules.items():
         found[room_of(module)] |= {room_of(name) for name in imported}
@@ -123,7 +127,7 @@ def graph(modules: Modules) -> Modules:
 
 
 def reduced(downward: Modules) -> Modules:
-    """The imports that no longer path implies; there must be no cycle."""
+    """Returns the imports not implied by a longer path; there must be no cycle."""
     below: Modules = {}
     for name in reversed(downward):  # what is imported comes later in ROOMS
         below[name] = set().union(*({x} | below[x] for x in downward[name]))
@@ -134,19 +138,19 @@ def reduced(downward: Modules) -> Modules:
 
 
 def num_files(name: str, root: pathlib.Path = ROOT) -> int:
-    """Modules of a room, `__init__.py` not counted; of configs, the gin files."""
+    """Counts the modules of a room (no `__init__.py`), or the gin files of configs."""
     if name == "configs":
         return len(list((root / name).glob("*.gin")))
     known = files(root).items()
     return sum(room_of(m) == name for m, p in known if p.name != "__init__.py")
 
 
-# Sizes: at 400 px wide the smallest text is still 8 px high.
+# Sizes. At a width of 400 px, the smallest text is still 8 px high.
 WIDTH, MARGIN, BOX, HEIGHT = 620, 20, 180, 46
 GUTTER = (WIDTH - 2 * MARGIN - 3 * BOX) // 2
 PITCH, TOP, LANE, PORT = 72, 104, 5, 26
 GRAY = "#57606a"
-ABOUT = "Arrows are imports; those that a longer path implies are left out."
+ABOUT = "Arrows are imports; those implied by a longer path are omitted."
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif"
 FILLS = {
     "trainer": ("#dfeafb", "#5b84c4"),
@@ -170,13 +174,13 @@ def _top(room: Room) -> int:
 
 
 def _is_free(x: float, rows: range) -> bool:
-    """Whether a vertical line at x meets no box in these rows."""
+    """Returns whether a vertical line at x misses all boxes in these rows."""
     inside = (r for r in ROOMS if r.row in rows)
     return not any(_left(r) - 6 < x < _left(r) + _width(r) + 6 for r in inside)
 
 
 def _ends(source: Room, target: Room) -> tuple[float, float]:
-    """Where an arrow leaves and arrives: apart from others by the side they are on."""
+    """Returns where an arrow starts and ends; arrows to different sides do not meet."""
     spans = [(_left(r), _left(r) + _width(r)) for r in (source, target)]
     centers = [sum(span) / 2 for span in spans]
     if source.span != target.span:  # straight, from or to a wide box
@@ -188,21 +192,21 @@ def _ends(source: Room, target: Room) -> tuple[float, float]:
 
 
 class Router:
-    """Leads arrows through the gaps between boxes, never through a box."""
+    """Routes arrows through the gaps between boxes, never through a box."""
 
     def __init__(self):
-        self._lanes: dict[int, list] = {}  # of the gap below a row
+        self._lanes: dict[int, list] = {}  # in the gap below each row
         self._verticals: dict[float, int] = {}
 
     def _y(self, row: int, key: tuple) -> int:
-        """The height of a horizontal piece in the gap below a row."""
+        """Returns the y of a horizontal segment in the gap below a row."""
         lanes = self._lanes.setdefault(row, [])
         if key not in lanes:
             lanes.append(key)
         return TOP + row * PITCH + HEIGHT + 5 + LANE * (lanes.index(key) % 3)
 
     def _gutter(self, source: Room, target: Room, near: float) -> float:
-        """A vertical line beside the column of both rooms, or between columns."""
+        """Returns the x of a vertical segment beside or between the columns."""
         sides = [MARGIN + i * (BOX + GUTTER) - GUTTER / 2 for i in range(1, 3)]
         via = min(sides, key=lambda x: abs(x - near))
         if {source.column, target.column} == {0}:
@@ -213,6 +217,7 @@ class Router:
         return via + (0, 5, -5)[number % 3]
 
     def path(self, source: Room, target: Room) -> str:
+        """Returns the SVG path of an arrow."""
         if target.row <= source.row:
             raise ValueError(
                 f"{source.name} imports {target.name}, which is not drawn below it: "
@@ -248,10 +253,10 @@ def _box(room: Room, imported: set[str], root: pathlib.Path) -> list[str]:
     fill, line = FILLS[room.name.split("/")[0]]
     count = num_files(room.name, root)
     label = room.label or room.name.split("/")[-1]
-    words = f"{room.name} imports {', '.join(sorted(imported)) or 'no other room'}"
+    title = f"{room.name} imports {', '.join(sorted(imported)) or 'no other room'}"
     soft = {"fill": GRAY, "text_anchor": "end"}
     return [
-        f"<g><title>{escape(words)}</title>",
+        f"<g><title>{escape(title)}</title>",
         f'<rect x="{x}" y="{y}" width="{width}" height="{HEIGHT}" rx="7" '
         f'fill="{fill}" stroke="{line}"/>',
         _text(x + 9, y + 19, label, 15, font_weight="600"),
@@ -262,7 +267,7 @@ def _box(room: Room, imported: set[str], root: pathlib.Path) -> list[str]:
 
 
 def draw(modules: Modules, root: pathlib.Path = ROOT) -> str:
-    """The picture as SVG; the same text for the same files and imports."""
+    """Returns the picture as SVG; the same files and imports give the same text."""
     found = graph(modules)
     order = list(BY_NAME)
     down = {
@@ -309,7 +314,7 @@ def draw(modules: Modules, root: pathlib.Path = ROOT) -> str:
 
 
 def _notes(up: list[str]) -> list[str]:
-    """Imports against the order in words, since an arrow up would hide others."""
+    """Lists imports against the order as text; arrows up would hide others."""
     if not up:
         return []
     text = f"Against the order: {', '.join(up)}".replace("trainer/", "")

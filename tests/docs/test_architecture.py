@@ -1,4 +1,4 @@
-"""The rules of the layout, checked on the source: who may import whom, and sizes."""
+"""Checks the layout rules on the source: who may import whom, and file sizes."""
 
 import ast
 import pathlib
@@ -8,15 +8,15 @@ import pytest
 from paths import ROOT
 
 MAY_IMPORT = {
-    "package": set(),  # meshloom itself: its version, and nothing that imports
+    "package": set(),  # meshloom itself: its version, without imports
     "sharding": set(),
     "models": {"sharding"},
     "configs": set(),
-    # launch starts commands of the trainer, which speaks to it by statuses and files.
+    # launch starts trainer commands, which report back through statuses and files.
     "trainer": {"models", "sharding", "launch"},
     "launch": set(),
 }
-# The rooms of the trainer: each may import those before it, and none after it.
+# The rooms of the trainer: each may only import those before it.
 TRAINER_ROOMS = (
     *("config", "data", "program", "record", "job", "checkpoint", "run"),
     *("verify", "plan", "report", "doctor", "commands"),
@@ -40,9 +40,9 @@ def sources(*packages: str) -> list[pathlib.Path]:
 
 
 def imports(path: pathlib.Path) -> set[str]:
-    """Full names of absolute imports, and sibling packages as "..name"."""
+    """Returns full names of absolute imports, and sibling packages as "..name"."""
     found = set()
-    depth = len(path.relative_to(ROOT).parts)  # 2 in a package, 3 in a room of its own
+    depth = len(path.relative_to(ROOT).parts)  # 2 in a package, 3 in a room
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -79,7 +79,7 @@ def test_the_library_imports_itself_relatively():
     assert users("meshloom", *MAY_IMPORT) == set()
 
 
-def test_nobody_imports_a_bare_directory():
+def test_nothing_imports_a_bare_directory():
     # `import sharding` works from the checkout and nowhere else, and would load a
     # second copy of the module.
     for path in sources(*CHECKED):
@@ -102,22 +102,22 @@ def test_models_need_no_trainer_library():
 
 
 def test_the_package_imports_nothing():
-    # Or importing one part would bring the libraries of another.
+    # Otherwise importing one part would load the libraries of another.
     assert [imports(path) for path in sources("package")] == [set()]
 
 
-def test_the_launcher_lives_without_jax():
-    # It must outlive what kills a jax process.
+def test_the_launcher_does_not_need_jax():
+    # It must survive what kills a jax process.
     for path in sources("launch", "configs"):
         others = roots(path) - {*sys.stdlib_module_names}
         assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 
-def test_one_file_knows_gin():
+def test_one_file_imports_gin():
     assert users("gin", *MAY_IMPORT) == {"trainer/config/files.py"}
 
 
-def test_nobody_reaches_into_jax():
+def test_nothing_imports_jax_internals():
     for path in sources(*CHECKED):
         private = {n for n in imports(path) if f"{n}.".startswith("jax._src.")}
         assert not private, f"{path.relative_to(ROOT)} imports {private}"
@@ -145,7 +145,7 @@ def test_each_directory_is_one_package_and_its_rooms_are_known():
         assert all((ROOT / f / "__init__.py").exists() for f in folders)
 
 
-def test_files_are_short_and_their_names_say_something():
+def test_files_are_short_and_have_specific_names():
     for path in sources(*CHECKED):
         num_lines = len(path.read_text().splitlines())
         name = path.relative_to(ROOT)

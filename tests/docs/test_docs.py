@@ -1,4 +1,4 @@
-"""Every command that README and docs show is run, in the order of the page."""
+"""Runs every command in README and docs, in the order of the page."""
 
 import os
 import pathlib
@@ -28,7 +28,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> pathlib.Path:
-    """A folder that looks like the checkout, so that runs/ stays out of it."""
+    """A folder that looks like the checkout, so that runs/ is created outside of it."""
     folder = tmp_path_factory.mktemp("checkout")
     names = ["docs", "benchmarks", "README.md", "Makefile"]
     for name in (*names, "pyproject.toml", "constraints.txt"):
@@ -37,9 +37,9 @@ def checkout(tmp_path_factory) -> pathlib.Path:
 
 
 def run(script: str, folder: pathlib.Path) -> str:
-    # Without what make tells the makes below it, where make runs these tests.
-    told = ("MAKE", "ARGS", "WORKERS")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(told)}
+    # Without the variables that make passes on, in case make runs these tests.
+    inherited = ("MAKE", "ARGS", "WORKERS")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(inherited)}
     env["PATH"] = f"{pathlib.Path(sys.executable).parent}:{env['PATH']}"
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     process = subprocess.Popen(
@@ -62,8 +62,9 @@ def run(script: str, folder: pathlib.Path) -> str:
 
 
 def shorten(script: str) -> str:
-    """`make train` and `make test` take minutes, and make calls the tests: they are
-    shown to stand for what the next test runs.
+    """Replaces `make TARGET` by a dry run: it takes minutes, and would run the tests.
+
+    The next test checks what `make train` runs.
     """
     return re.sub(r"^make (\w+)$", r"make -n \1 > /dev/null", script, flags=re.M)
 
@@ -73,7 +74,7 @@ def test_commands_of_the_page_run(page, checkout):
     if page == "docs/report.md":
         run("meshloom train --steps 21 --set eval_batches=1", checkout)
     outputs = [run(shorten(script), checkout) for script in blocks(page, "bash")]
-    if page == "docs/training.md":  # what the page says of it
+    if page == "docs/training.md":  # as the page says
         assert "Resuming from step 3" in outputs[1]
     shutil.rmtree(checkout / "runs", ignore_errors=True)
 
@@ -97,7 +98,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_python_of_the_models_page_trains(tmp_path):
-    """The example model is a model: it trains on a mesh that cuts it."""
+    """The example model trains on a mesh that shards it."""
     source, more = blocks("docs/models.md", "python")
     check = """
 import numpy as np
@@ -117,8 +118,8 @@ def mean(params, shard):
     total, weight, _ = model.loss(params, batch, shard)
     return total / weight
 
-cut = jax.jit(lambda p: mean(p, Sharder(mesh, rules)))(params)
-np.testing.assert_allclose(cut, mean(params, Sharder()), rtol=1e-6)
+sharded = jax.jit(lambda p: mean(p, Sharder(mesh, rules)))(params)
+np.testing.assert_allclose(sharded, mean(params, Sharder()), rtol=1e-6)
 assert model.model_flops(batch) > 0
 """
     namespace: dict = {}

@@ -1,4 +1,4 @@
-"""docs/api.md lists what `meshloom.sharding` offers, all of it, as it is called."""
+"""docs/api.md lists all of `meshloom.sharding`, with signatures."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 
 
 def call(name: str, f) -> str:
-    """`name(a, *, b=1)`, without types and without self."""
+    """Returns `name(a, *, b=1)`, without types and without self."""
     signature = inspect.signature(f)
     parameters = [
         p.replace(annotation=inspect.Parameter.empty)
@@ -29,7 +29,7 @@ def call(name: str, f) -> str:
 
 
 def members(cls: type) -> set[str]:
-    """Public methods as they are called, and properties."""
+    """Returns the signatures of public methods, and the names of properties."""
     found = set()
     for name, value in vars(cls).items():
         function = value.__func__ if isinstance(value, classmethod) else value
@@ -43,14 +43,14 @@ def members(cls: type) -> set[str]:
 
 
 def section(heading: str) -> set[str]:
-    """What the first column of the tables under a heading holds."""
+    """Returns the first column of the tables under a heading."""
     _, _, rest = PAGE.partition(f"\n## {heading}\n")
     assert rest, heading
     rows = re.findall(r"^\| `(.*?)` \|", rest.split("\n## ")[0], re.M)
     return set(rows)
 
 
-def test_every_public_name_is_there_as_it_is_called():
+def test_every_public_name_is_listed_with_its_signature():
     names = {
         name: value
         for name, value in vars(sharding).items()
@@ -62,7 +62,7 @@ def test_every_public_name_is_there_as_it_is_called():
     assert classes == {"MeshSpec", "Resolved", "Rules", "Sharder"}
 
 
-def test_every_member_of_the_classes_is_there():
+def test_every_member_of_the_classes_is_listed():
     for cls in (MeshSpec, Rules, Sharder, Resolved, Audit):
         assert section(cls.__name__) == members(cls), cls.__name__
     fields = set(ResolvedArray.__dataclass_fields__) - {"itemsize"}

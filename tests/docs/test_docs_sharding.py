@@ -1,4 +1,4 @@
-"""The programs and fragments of docs/sharding.md are run as they stand."""
+"""Runs the programs and snippets of docs/sharding.md as they are."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ from meshloom.sharding import MeshSpec, data, parse_plan, resolve, tensor
 PAGE = (ROOT / "docs" / "sharding.md").read_text()
 TIMEOUT = 100  # seconds; a program takes about 5 on a quiet machine
 
-# Stands for an environment that has jax and not the trainer's libraries.
+# Simulates an environment with jax but without the libraries of the trainer.
 JAX_ONLY = """
 import sys
 
@@ -24,7 +24,7 @@ class Absent:
         if name.split(".")[0] in {
             "flax", "optax", "orbax", "grain", "gin", "rich", "etils", "chex"
         }:
-            raise ImportError(f"{name} is not there")
+            raise ImportError(f"{name} is hidden")
 
 sys.meta_path.insert(0, Absent())
 """
@@ -38,12 +38,12 @@ PLAIN, NNX, NNX_TRAINING = blocks("python")
 
 
 def run(program: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    # From another folder: the installed package is meant, not the checkout. On timeout
-    # subprocess.run ends the child with SIGKILL.
+    # From another folder, to test the installed package instead of the checkout. On a
+    # timeout subprocess.run kills the child.
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        # Threads for all devices to wait in: on two busy cores they block each other.
+        # Enough threads for all devices: on two busy cores they would deadlock.
         env={**os.environ, "NPROC": "32"},
         capture_output=True,
         text=True,
@@ -56,7 +56,7 @@ def check(result: subprocess.CompletedProcess[str]) -> str:
     last = result.stdout.splitlines()[-1]
     found = re.fullmatch(r"loss (\S+), up is \S+\('fsdp', 'tensor'\)", last)
     assert found, last
-    # The data is noise, so it starts at 1; half of it is learned by no accident.
+    # The targets are noise, so the loss starts at 1; 0.5 is no accident.
     assert float(found[1]) < 0.5
     return result.stdout
 
@@ -70,7 +70,7 @@ def test_plain_pytree_with_jax_alone(tmp_path):
 def test_the_hook_really_hides_flax(tmp_path):
     result = run(JAX_ONLY + NNX, tmp_path)
     assert result.returncode != 0
-    assert "is not there" in result.stderr
+    assert "is hidden" in result.stderr
 
 
 def test_nnx(tmp_path):
@@ -108,7 +108,7 @@ def test_fragments(capsys):
 
 
 def table(first_cell: str) -> list[dict[str, str]]:
-    """The table whose header starts with this cell, as {header: cell} a row."""
+    """Returns the table whose header starts with this cell, as {header: cell} rows."""
     (text,) = re.findall(rf"^\| {first_cell} \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
     header, _, *rows = (
         [c.strip() for c in r.split("|")] for r in text.split("\n")[:-2]
@@ -118,14 +118,14 @@ def table(first_cell: str) -> list[dict[str, str]]:
 
 def test_the_table_of_plans_is_the_plans():
     for plan in ("data", "fsdp", "tensor", "tensor2d", "sequence"):
-        said = {}
+        shown = {}
         for row in table("name"):
             roles, _, axes = row[f"`{plan}`"].rpartition(":")
             for name in re.findall(r"`(\w+)`", row["name"]) if axes else ():
                 for role in roles.split(", "):
-                    said[name, role or None] = axes.strip()
+                    shown[name, role or None] = axes.strip()
         rows = parse_plan(plan).rows
-        assert said == {
+        assert shown == {
             (row.name, row.role): "+".join(row.candidates[0]) or "replicated"
             for row in rows
         }, plan
@@ -153,7 +153,7 @@ def test_the_error_shown_is_the_error_raised():
 
 
 def test_the_installation_shown_is_the_one_that_ci_makes():
-    """`make wheel-test` runs the programs of the pages where it has installed so."""
+    """`make wheel-test` installs like this and runs the programs of the pages."""
     shown = [block for block in blocks("sh") if block.startswith("pip")]
     assert shown == ["pip install jax\npip install --no-deps .\n"]
     makefile = (ROOT / "Makefile").read_text()

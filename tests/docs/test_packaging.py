@@ -1,4 +1,4 @@
-"""What is installed: one name, its version, its types, and parts that stand alone."""
+"""The installed package: one name, its version, types, and independent parts."""
 
 import importlib.metadata
 import pathlib
@@ -21,7 +21,7 @@ def test_the_version_is_that_of_the_distribution():
     assert meshloom.__version__ == importlib.metadata.version("meshloom")
 
 
-def test_types_are_for_others_to_use():
+def test_the_package_is_marked_as_typed():
     assert meshloom.__file__ is not None
     assert (pathlib.Path(meshloom.__file__).parent / "py.typed").exists()
 

@@ -1,4 +1,4 @@
-"""The rooms: which way their imports point, and that docs/architecture shows them."""
+"""The rooms: the direction of their imports, and docs/architecture."""
 
 import importlib.util
 import re
@@ -26,9 +26,9 @@ architecture = load_architecture()
 
 
 def backward(modules: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Imports inside trainer/ of a room from one after it, or from cli.py."""
+    """Returns imports inside trainer/ of a later room, or of cli.py."""
     rank = {f"trainer/{room}": i for i, room in enumerate(TRAINER_ROOMS)}
-    rank["trainer"] = len(rank)  # cli.py and warm.py come last; nobody imports them
+    rank["trainer"] = len(rank)  # cli.py and warm.py come last; nothing imports them
     found: dict[str, set[str]] = {}
     for module, imported in modules.items():
         own = rank.get(architecture.room_of(module))
@@ -46,7 +46,7 @@ def test_imports_between_rooms_point_one_way():
 
 @pytest.fixture
 def copy(tmp_path):
-    """The packages, to write wrong imports into."""
+    """A copy of the packages, to add wrong imports to."""
     for package in ("configs", "launch", "models", "sharding", "trainer"):
         shutil.copytree(
             ROOT / package,
@@ -99,7 +99,9 @@ def test_the_picture_changes_with_imports_and_files(copy):
     before = architecture.draw(architecture.imports(copy), copy)
     assert before == architecture.PICTURE.read_text()
     shuffle = copy / "trainer/data/shuffle.py"
-    shuffle.write_text(f"{shuffle.read_text()}\n# A line more is no other picture.\n")
+    shuffle.write_text(
+        f"{shuffle.read_text()}\n# Another line does not change the picture.\n"
+    )
     assert architecture.draw(architecture.imports(copy), copy) == before
     (copy / "trainer/data/extra.py").touch()
     with_file = architecture.draw(architecture.imports(copy), copy)

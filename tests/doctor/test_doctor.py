@@ -1,4 +1,4 @@
-"""`meshloom doctor`: each problem is made for real, as far as a test can."""
+"""`meshloom doctor`: each problem is real, as far as a test can create it."""
 
 import fcntl
 import json
@@ -14,18 +14,17 @@ from tiny_runs import COMMAND, TINY, command, refused
 
 from meshloom.trainer.cli import main
 from meshloom.trainer.commands import doctor as cli_doctor
-from meshloom.trainer.doctor import asking as doctor_asking
 from meshloom.trainer.doctor import findings as doctor
 from meshloom.trainer.doctor import machine as doctor_machine
 from meshloom.trainer.doctor import network as doctor_network
 from meshloom.trainer.doctor import probe as doctor_probe
-from meshloom.trainer.doctor import storage
+from meshloom.trainer.doctor import probe_process, storage
 
 CPU = {"JAX_PLATFORMS": "cpu"}
 
 
 def run(folder: Path, *flags: str, env=CPU, timeout=60):
-    """(status, findings by subject, seconds) of the command."""
+    """Runs the command; returns (status, findings by subject, seconds)."""
     begin = time.monotonic()
     argv = ("doctor", "--json", "--workdir", str(folder / "run"), *flags)
     found = command(*argv, env=env, timeout=timeout)
@@ -45,7 +44,7 @@ def one(findings) -> doctor.Finding:
 # The whole command.
 
 
-def test_a_machine_that_is_fit(tmp_path):
+def test_a_machine_that_is_ready(tmp_path):
     _, found, seconds = run(tmp_path, "--config", TINY)
     # Not every machine that runs tests has a name that resolves.
     problems = {f.subject for f in found.values() if f.level == "problem"}
@@ -81,7 +80,7 @@ def test_a_flag_that_xla_does_not_know(tmp_path):
     status, found, _ = run(tmp_path, env={**CPU, "XLA_FLAGS": "--nonsense"})
     assert status == 1 and found["devices"].level == "problem"
     assert "Unknown flag in XLA_FLAGS: --nonsense" in found["devices"].found
-    assert "Take the flag out of XLA_FLAGS" in found["devices"].remedy
+    assert "Remove the flag from XLA_FLAGS" in found["devices"].remedy
 
 
 def broken_jax(folder: Path, source: str) -> dict[str, str]:
@@ -103,7 +102,7 @@ def test_a_driver_that_hangs_does_not_hang_the_doctor(tmp_path):
     env = broken_jax(tmp_path, "import time; time.sleep(100)")
     status, found, seconds = run(tmp_path, "--seconds", "2", env=env)
     assert status == 1 and seconds < 15
-    assert found["devices"].found == "jax cannot start: no answer within 2 s"
+    assert found["devices"].found == "jax cannot start: no response within 2 s"
     assert "--seconds" in found["devices"].remedy
 
 
@@ -117,7 +116,7 @@ def test_an_accelerator_that_jax_does_not_see(sign, extra, tmp_path):
     found = one(doctor_machine.devices(answer, {}, tmp_path))
     assert found.level == "problem" and f"EXTRA={extra}" in found.remedy
     found = one(doctor_machine.devices(answer, CPU, tmp_path))
-    assert found.level == "warning" and "JAX_PLATFORMS=cpu asks" in found.remedy
+    assert found.level == "warning" and "JAX_PLATFORMS=cpu requests" in found.remedy
     seen = {"count": 8, "kind": "H100", "platform": "gpu"}
     assert one(doctor_machine.devices(seen, {}, tmp_path)).level == "ok"
 
@@ -127,7 +126,7 @@ def test_an_accelerator_that_jax_does_not_see(sign, extra, tmp_path):
 
 @pytest.fixture
 def versions(monkeypatch):
-    """Pretends that packages have other versions; None is not installed."""
+    """Pretends that packages have other versions; None means not installed."""
 
     def pretend(**others):
         real = metadata.version
@@ -167,7 +166,7 @@ def test_little_memory_and_a_limit(tmp_path):
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("2147483648\n")
     found = {f.subject: f for f in doctor_machine.machine(tmp_path)}["memory"]
     assert found.level == "warning"
-    assert found.found == "0.5 GiB free of 8.0 GiB; this container may use 2.0 GiB"
+    assert found.found == "0.5 GiB free of 8.0 GiB; container limit 2.0 GiB"
 
 
 def test_a_clock_that_stands_in_the_past():
@@ -210,13 +209,13 @@ def test_host_names():
     assert one(doctor_network.host("a", ["127.0.1.1", "10.0.0.2"])).level == "ok"
 
 
-# What the job was told.
+# The variables of a job.
 
 
 def place(**environ: str) -> doctor.Finding | None:
     given = {f"MESHLOOM_{name}": value for name, value in environ.items()}
     found = {f.subject: f for f in doctor_network.variables(given)}
-    return found.get("place in the job")
+    return found.get("distributed")
 
 
 def test_half_a_place():
@@ -256,7 +255,7 @@ def test_too_few_threads_and_schedulers():
 
 # Folders.
 
-# The mounts are seen by this shell alone, and end with it.
+# The mounts are private to this shell.
 IN_A_DISK = """
 mount -t tmpfs -o size=256k none "$2" || exit 3
 if test $1 = read-only; then mount -o remount,ro "$2" || exit 3; fi
@@ -265,21 +264,21 @@ exec "$3" doctor --json --workdir "$2/run"
 
 
 @pytest.mark.parametrize(
-    "disk, said, remedy",
+    "disk, message, remedy",
     [
         ("full", "No space left on device", "Free some space"),
         ("read-only", "Read-only file system", "Choose another folder"),
     ],
 )
-def test_a_disk_that_takes_nothing(disk, said, remedy, tmp_path):
-    # Root needs no user namespace, and some machines have none.
+def test_a_disk_that_cannot_be_written(disk, message, remedy, tmp_path):
+    # Root needs no user namespace, and some machines do not support them.
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     argv = [*unshare, "sh", "-c", IN_A_DISK, "sh", disk, tmp_path, COMMAND]
     found = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert found.returncode == 1, found.stderr
     findings = {f["subject"]: f for f in json.loads(found.stdout)["findings"]}
     assert findings["run folder"]["level"] == "problem"
-    assert said in findings["run folder"]["found"]
+    assert message in findings["run folder"]["found"]
     assert remedy in findings["run folder"]["remedy"]
 
 
@@ -287,7 +286,7 @@ def test_a_file_in_the_place_of_a_folder(tmp_path):
     (tmp_path / "run").write_text("mine")
     for path in (tmp_path / "run", tmp_path / "run" / "below"):
         found = one(storage.folder("run folder", path))
-        assert found.level == "problem" and "is a file, or below one" in found.found
+        assert found.level == "problem" and "is a file" in found.found
     assert (tmp_path / "run").read_text() == "mine"
 
 
@@ -295,7 +294,7 @@ def test_a_folder_that_a_run_holds(tmp_path):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = list(storage.folder("run folder", tmp_path))
-    assert found[-1].level == "warning" and "is held by a run" in found[-1].found
+    assert found[-1].level == "warning" and "is in use by a run" in found[-1].found
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock"]
 
 
@@ -305,7 +304,7 @@ def test_file_systems(tmp_path):
     assert storage.file_system(tmp_path, mounts) == "tmpfs"
     assert storage.file_system(Path("/usr"), mounts) == "ext4"
     found = one(storage.folder("run folder", tmp_path / "run", mounts))
-    assert found.level == "warning" and "gone after a restart" in found.remedy
+    assert found.level == "warning" and "lost on reboot" in found.remedy
 
 
 # The config.
@@ -326,10 +325,10 @@ def test_a_config_that_cannot_be_used(tmp_path):
     assert found["config"].level == "problem" and "nowhere" in found["config"].found
 
 
-# A check that breaks.
+# A check that raises.
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_rest_goes_on():
+def test_a_check_that_raises_is_a_finding_and_the_rest_still_run():
     def breaks():
         yield doctor.Finding("a", "1")
         raise RuntimeError("out of\nluck")
@@ -337,16 +336,16 @@ def test_a_check_that_breaks_is_a_finding_and_the_rest_goes_on():
     checks = [("a", breaks), ("b", lambda: [doctor.Finding("b", "2")])]
     report = doctor.examine(checks)
     assert [f.found for f in report.findings] == [
-        *("1", "could not be looked at: RuntimeError: out of", "2")
+        *("1", "the check failed: RuntimeError: out of", "2")
     ]
     assert report.count("problem") == 1
 
 
 def test_the_probe_and_the_doctor_agree_on_the_mark():
-    assert doctor_probe.MARK == doctor_asking.MARK
+    assert doctor_probe.MARK == probe_process.MARK
 
 
-def test_the_line_that_says_most():
+def test_the_line_that_explains_a_crash():
     trace = "Traceback\n  File x\nImportError: libcudart\nDuring handling\n  more"
-    assert doctor_asking.telling_line(trace) == "ImportError: libcudart"
-    assert doctor_asking.telling_line("a\n\nlast words\n") == "last words"
+    assert probe_process.reason(trace) == "ImportError: libcudart"
+    assert probe_process.reason("a\n\nlast words\n") == "last words"

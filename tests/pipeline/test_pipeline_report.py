@@ -57,14 +57,14 @@ def test_section_says_what_the_pipeline_costs(tmp_path):
         "Stages × chunks": "4 × 1",
         "Microbatches": "8, derived from the batch",
         "Bubble, simulated": "27.3 %",
-        "Executed over useful work": "1.375",
-        "Saved inputs a stage": "at most 7",
+        "Executed / useful work": "1.375",
+        "Saved inputs per stage": "at most 7",
         "Remat": "save-named",
-        "Weights gathered": "once a step",
+        "Weights gathered": "once per step",
         "Step time, measured": "0.3 s, the median",
-        "Of it bubble": "0.0818 s, if every tick takes its simulated share",
+        "Bubble": "0.0818 s of it, if every tick takes its simulated share",
     }
-    assert "1 if any does a forward and 3 if any does a backward" in html
+    assert "1 if any runs a forward and 3 if any runs a backward" in html
 
 
 def test_only_steps_by_this_pipeline_are_measured(tmp_path):
@@ -121,7 +121,7 @@ def test_step_time_is_drawn_beside_its_bubble_for_pipelines_only(tmp_path):
 def test_a_damaged_record_is_refused(tmp_path):
     write_run(tmp_path)
     (tmp_path / "pipeline.json").write_text('{"name": "1f1b"}')
-    with pytest.raises(ValueError, match="pipeline.json: found no bubble, .*remove"):
+    with pytest.raises(ValueError, match="pipeline.json: missing bubble, .*remove"):
         write_report(tmp_path)
 
 
@@ -161,8 +161,8 @@ def test_a_run_shows_the_pipeline_of_its_last_part(tmp_path):
 
     shown = run(folder, 12, "data=8")
     assert not record.exists() and "bubble" not in shown
-    report = (folder / "report.html").read_text()
-    assert "<h2>Pipeline</h2>" not in report and "of it bubble" in report
+    report = write_report(folder).read_text("utf-8")
+    assert "<h2>Pipeline</h2>" not in report and "bubble, simulated" in report
 
     rows = metrics.read(folder / "metrics.jsonl")
     timed = [row for row in rows if "tokens_per_s" in row]

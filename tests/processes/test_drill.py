@@ -1,4 +1,4 @@
-"""Fault drills: a short form on real processes, and what counts as recovered."""
+"""Fault drills: a short form on real processes, and the comparison of runs."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def test_a_short_drill(tmp_path):
     rows = [line.split() for line in found.stdout.splitlines()[-len(names) :]]
     for name, row in zip(names, rows, strict=True):
         assert row[:2] == [name, "yes"] and float(row[2]) > 0
-        # It strikes right after a checkpoint, so there may be no step to repeat.
+        # It comes right after a checkpoint, so there may be no step to redo.
         assert int(row[3]) > 0 or name == "connection-reset"
         assert row[4:] == ["bit-equal", "exact", "bit-equal"]
     written = json.loads((tmp_path / "drill" / "drill.json").read_text())
@@ -59,7 +59,7 @@ def test_a_short_soak(tmp_path):
     found = command(*argv, "--steps", "2000", timeout=800)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "kills recovered from       5 of 5\n" in found.stdout
-    assert "soak: as without kills" in found.stdout
+    assert "soak: same as without kills" in found.stdout
 
 
 @pytest.mark.processes
@@ -83,20 +83,20 @@ def test_a_drill_that_is_killed_leaves_nobody_behind(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drill") / "whole"
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drill") / "reference"
     assert main([*train(folder), *sets_of("log_every=1")]) == 0
     return folder
 
 
 @pytest.fixture
-def struck(whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "run")
+def other(reference, tmp_path):
+    shutil.copytree(reference, tmp_path / "run")
     return tmp_path / "run"
 
 
-def test_the_same_run_is_the_same(whole, struck):
-    found = drill.compare(struck, whole, same_mesh=True)
+def test_the_same_run_is_the_same(reference, other):
+    found = drill.compare(other, reference, same_mesh=True)
     assert found.recovered and found.recomputed == 0
     assert (found.state, found.data, found.losses) == (
         "bit-equal",
@@ -111,66 +111,68 @@ def edit(path, change) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_another_loss_is_found(whole, struck):
-    edit(struck / "metrics.jsonl", lambda rows: rows[1].update(loss=1.0))
-    found = drill.compare(struck, whole, same_mesh=True)
+def test_another_loss_is_found(reference, other):
+    edit(other / "metrics.jsonl", lambda rows: rows[1].update(loss=1.0))
+    found = drill.compare(other, reference, same_mesh=True)
     assert "losses differ by" in found.problem and "at step 2" in found.problem
 
 
 @pytest.mark.parametrize(("drift", "allowed"), [(1e-6, True), (1e-4, False)])
-def test_a_little_drift_is_allowed_on_another_mesh_only(whole, struck, drift, allowed):
+def test_a_little_drift_is_allowed_on_another_mesh_only(
+    reference, other, drift, allowed
+):
     def resumed(rows):
         places = [r.get("step", 0) == 2 and r["event"] == "step" for r in rows]
         rows.insert(places.index(True), {"event": "restore", "step": 1})
 
-    edit(struck / ledger.FILE, resumed)
+    edit(other / ledger.FILE, resumed)
     edit(
-        struck / "metrics.jsonl",
+        other / "metrics.jsonl",
         lambda rows: rows[1].update(loss=rows[1]["loss"] * (1 + drift)),
     )
-    assert drill.compare(struck, whole, same_mesh=False).recovered == allowed
-    assert not drill.compare(struck, whole, same_mesh=True).recovered
+    assert drill.compare(other, reference, same_mesh=False).recovered == allowed
+    assert not drill.compare(other, reference, same_mesh=True).recovered
 
 
-def test_a_lost_step_is_found(whole, struck):
+def test_a_lost_step_is_found(reference, other):
     def drop(rows):
         del rows[[r["event"] for r in rows].index("step")]
 
-    edit(struck / ledger.FILE, drop)
-    found = drill.compare(struck, whole, same_mesh=True)
+    edit(other / ledger.FILE, drop)
+    found = drill.compare(other, reference, same_mesh=True)
     assert "data: audit" in found.problem and "misses one before" in found.problem
 
 
-def test_another_state_is_found(whole, struck):
-    file = struck / "checkpoints" / "4" / "manifest" / "metadata"
+def test_another_state_is_found(reference, other):
+    file = other / "checkpoints" / "4" / "manifest" / "metadata"
     saved = json.loads(file.read_text())
     saved["arrays"]["params/embedding"]["digest"] = "0" * 16
     file.write_text(json.dumps(saved))
-    found = drill.compare(struck, whole, same_mesh=True)
-    assert found.problem == "the last state is another one"
+    found = drill.compare(other, reference, same_mesh=True)
+    assert found.problem == "the final state differs"
 
 
 def test_a_table_of_several_meshes():
     found = [
         drill.Result("sigterm", "data=-1", seconds=3.0),
         drill.Result("sigterm", "fsdp=4@4", problem="lost"),
-        drill.Result("read-only", "data=-1", skipped="nothing can be mounted here"),
+        drill.Result("read-only", "data=-1", skipped="cannot mount file systems here"),
         drill.Result("read-only", "fsdp=4@4", seconds=7.25),
     ]
     assert drill.table(found).splitlines()[:4] == [
-        "seconds to recover    data=-1  fsdp=4@4",
-        "sigterm                   3.0    FAILED",
-        "read-only           not tried       7.2",
-        "2 of 4 recovered: state and losses bit-equal (on another mesh, losses to "
-        "1e-05), every sample in the same update, none twice",
+        "seconds to recover  data=-1  fsdp=4@4",
+        "sigterm                 3.0    FAILED",
+        "read-only           skipped       7.2",
+        "2 of 4 recovered: state and losses bit-equal (on another mesh, losses within "
+        "1e-05), every sample used once, in the same update",
     ]
 
 
-def test_a_soak_in_words():
+def test_the_text_of_a_soak():
     found = soak.Soak(4, [2.0, 4.0, 9.0], span=30.0)
     assert "kills recovered from       3 of 4\n" in str(found)
     assert "recovery, median           4.0 s\n" in str(found)
-    assert "goodput                    50 % of the time had new steps\n" in str(found)
+    assert "goodput                    50 % of the time on new steps\n" in str(found)
 
 
 def test_wrong_input(tmp_path, capfd):
@@ -189,14 +191,14 @@ def test_wrong_input(tmp_path, capfd):
     assert capfd.readouterr().out.splitlines() == list(drill_faults.FAULTS)
 
 
-def test_a_run_that_ends_before_it_is_struck(tmp_path):
-    """As a soak of more kills than its steps last for."""
+def test_a_run_that_ends_before_the_fault(tmp_path):
+    """As in a soak with more kills than its steps last for."""
     done = subprocess.Popen(["true"])
     done.wait()
     start = {"event": "start", "pids": [done.pid]}
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "supervisor.jsonl").write_text(json.dumps(start) + "\n")
     with pytest.raises(
-        drill_job.Failed, match="was gone before .* at step 0.* more --steps.*log"
+        drill_job.Failed, match="exited before the fault, at step 0.* more --steps.*log"
     ):
-        drill_job.Job(tmp_path, None, 0.0).strike(0)  # type: ignore
+        drill_job.Job(tmp_path, None, 0.0).kill(0)  # type: ignore

@@ -14,8 +14,7 @@ from job_runs import CONFIG
 from paths import SUPPORT
 
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.job import preflight as rollcall
-from meshloom.trainer.job import preflight_table
+from meshloom.trainer.job import preflight, preflight_table
 from meshloom.trainer.record import metrics
 from meshloom.trainer.run import train as train_lib
 
@@ -180,16 +179,16 @@ def test_processes_that_are_alike(config_file, tmp_path):
     work = tmp_path / "w"
     found = train(config_file, [start, start], "--workdir", str(work))
     assert [process.status for process in found] == [0, 0], found
-    record = json.loads((work / "rollcall.json").read_text())
+    record = json.loads((work / "preflight.json").read_text())
     first, second = record["processes"]
     assert first.pop("clock") == pytest.approx(second.pop("clock"), abs=1)
     assert first == second
     assert first["host"] == HERE and len(first["step"]["program"]) == 64
     assert len(first["config"]) == len(first["code"]) == 64
     assert first["data"]["train source"] == "Text"
-    assert "environ" not in (work / "rollcall.json").read_text()
+    assert "environ" not in (work / "preflight.json").read_text()
     events = [row for row in metrics.read(work / "ledger.jsonl")]
-    (event,) = (row for row in events if row["event"] == "rollcall")
+    (event,) = (row for row in events if row["event"] == "preflight")
     assert event["hosts"] == [HERE, HERE]
     assert event["seconds"] == record["seconds"] < 1
     assert not list(work.glob(".preflight*"))
@@ -288,13 +287,15 @@ def test_own_addresses_matter_between_hosts_only():
 
 
 def test_flags_are_compared_by_what_they_do():
-    a = rollcall.flags("--xla_a=1 --xla_b --xla_dump_to=/tmp/x --xla_a=2")
+    a = preflight.flags("--xla_a=1 --xla_b --xla_dump_to=/tmp/x --xla_a=2")
     assert (
-        a == rollcall.flags("--xla_b   --xla_a=2") == {"--xla_a": "2", "--xla_b": "set"}
+        a
+        == preflight.flags("--xla_b   --xla_a=2")
+        == {"--xla_a": "2", "--xla_b": "set"}
     )
 
 
 def test_every_group_has_a_remedy():
     groups = {"devices", "versions", "config", "code", "jax", "data", "step"}
-    groups |= {"folder", "clock", "address", *rollcall.FLAGS}
+    groups |= {"folder", "clock", "address", *preflight.FLAGS}
     assert groups == preflight_table.REMEDIES.keys()

@@ -133,7 +133,7 @@ def test_one_process_writes_and_prints(run_of):
     names = ["metrics.jsonl", "eval.jsonl", "config.json", "report.html", "sample.txt"]
     assert {str(run.workdir / name) for name in names} <= written[0]
     # A checkpoint is written by all, each process its own pieces.
-    # And in the roll-call each leaves a file for a moment, to see who else sees it.
+    # In the preflight each briefly leaves a file, to check that the others see it.
     # Each keeps its compiled programs, too.
     strays = [path for path in written[1] if path.startswith(str(run.workdir))]
     parts = ("checkpoints", ".preflight-", "executables")

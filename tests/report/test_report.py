@@ -1,4 +1,4 @@
-"""The report of a run: its HTML, and the page as a browser draws it."""
+"""The report of a run: its HTML, and the page as a browser renders it."""
 
 import contextlib
 import html
@@ -124,7 +124,7 @@ def test_report_is_one_file_that_loads_nothing(run, report):
     assert not re.search(r"\b(src|href|action)\s*=", _markup(text))
     assert "url(" not in text and "@import" not in text and "http:" not in text
     assert "default-src 'none'" in text
-    # Nothing of the draft that was renamed into place stays behind.
+    # The temporary file was renamed into place.
     assert not [p for p in run.iterdir() if p.name.endswith(".tmp")]
 
 
@@ -140,7 +140,7 @@ def test_text_from_files_is_escaped(report):
     assert "<b>main</b>" not in text and "<img" not in text and "<wide>" not in text
     assert "<h1>bytes &lt;&amp;&gt; 3000</h1>" in text
     assert "meshloom train &lt;x&gt;" in text
-    # Once in the sample and once in the configuration, and nowhere as markup.
+    # Once in the sample and once in the configuration, never as markup.
     assert text.count("window.hacked") == 2 and "window.hacked" not in _markup(text)
 
 
@@ -150,11 +150,11 @@ def test_report_shows_state_figures_and_tables(report):
     assert "The loss is not finite at step 2000" in text
     for figure in ("1.361", "1.963", "lowest of 12, at step 3000", "2 min 30 s"):
         assert figure in text
-    # A mean is called one, and the value that the curve ends with stands beside it.
+    # The mean is labelled as such, next to the last value of the curve.
     last = curves.short_number(list(train_rows())[-1]["loss"])
-    assert f"mean of steps 2951 to 3000; the last one {last}" in text
+    assert f"mean of steps 2951 to 3000; latest {last}" in text
     assert "Final loss" not in text
-    # The four that were set and the one that holds markup, not the forty defaults.
+    # The four that were set and the one with markup, not the forty defaults.
     assert text.count('<tr class="changed">') == 5
     assert "(5 of 45)" in text and "default.gin:12" in text
     assert "pipe 4 × data 2 × fsdp 2 × tensor 2" in text and "7.0 MiB" in text
@@ -182,21 +182,21 @@ def test_the_result_comes_first_and_the_forecast_last_and_folded(report):
 
 
 @pytest.mark.parametrize(
-    "dtype, words", [("float32", "1e-6"), ("bfloat16", "5e-3"), ("int8", None)]
+    "dtype, drift", [("float32", "1e-6"), ("bfloat16", "5e-3"), ("int8", None)]
 )
-def test_the_report_says_what_its_type_means_for_other_meshes(tmp_path, dtype, words):
+def test_the_report_states_the_expected_drift_on_other_meshes(tmp_path, dtype, drift):
     metrics.JsonLines(tmp_path / "metrics.jsonl").write([{"step": 1, "loss": 2.0}])
     (tmp_path / "sharding.json").write_text(json.dumps(sharding()))
     values = {"model.compute_dtype": {"value": dtype, "origin": "default"}}
     (tmp_path / "config.json").write_text(json.dumps({"values": values}))
     text = write_report(tmp_path).read_text("utf-8")
-    if words is None:
+    if drift is None:
         assert "on another mesh" not in text
     else:
-        assert f"Computed in {dtype}: on another mesh" in text and words in text
+        assert f"Computed in {dtype}: on another mesh" in text and drift in text
 
 
-def test_every_figure_of_an_evaluation_is_shown(tmp_path):
+def test_every_metric_of_an_evaluation_is_shown(tmp_path):
     metrics.JsonLines(tmp_path / "metrics.jsonl").write([{"step": 1, "loss": 2.0}])
     rows = [{"step": 1, "loss": 0.25, "top_1": 0.875, "time": 1.0}]
     metrics.JsonLines(tmp_path / "eval.jsonl").write(rows)
@@ -204,7 +204,7 @@ def test_every_figure_of_an_evaluation_is_shown(tmp_path):
     assert "<dt>Top 1, held out</dt><dd>0.875<small>at step 1" in text
 
 
-def test_report_of_the_bare_minimum_says_what_is_absent(tmp_path):
+def test_report_of_the_bare_minimum_lists_what_is_missing(tmp_path):
     rows = [{"step": s, "loss": 5.0 / s, "note": "text"} for s in (1, 2, 3)]
     metrics.JsonLines(tmp_path / "metrics.jsonl").write(rows)
     output = write_report(tmp_path, tmp_path / "else.html")
@@ -220,20 +220,20 @@ def test_report_of_the_bare_minimum_says_what_is_absent(tmp_path):
 
 def test_arrays_are_not_called_replicated_on_one_device(tmp_path):
     metrics.JsonLines(tmp_path / "metrics.jsonl").write([{"step": 1, "loss": 2.0}])
-    plan = {"arrays": [array("w", [4], [None], 1)], "mesh": {"data": 1, "tensor": 1}}
-    (tmp_path / "sharding.json").write_text(json.dumps(plan))
+    layout = {"arrays": [array("w", [4], [None], 1)], "mesh": {"data": 1, "tensor": 1}}
+    (tmp_path / "sharding.json").write_text(json.dumps(layout))
     text = write_report(tmp_path).read_text("utf-8")
     assert "one device" in text and "Largest arrays" in text
     assert "replicated" not in text
-    plan["mesh"]["data"] = 2
-    (tmp_path / "sharding.json").write_text(json.dumps(plan))
+    layout["mesh"]["data"] = 2
+    (tmp_path / "sharding.json").write_text(json.dumps(layout))
     assert "Largest replicated" in write_report(tmp_path).read_text("utf-8")
 
 
 def test_report_of_an_unfinished_and_of_an_empty_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "config.json").write_text(json.dumps(config(num_steps=500)))
-    assert "No step was recorded yet" in write_report(tmp_path).read_text("utf-8")
+    assert "No steps recorded yet" in write_report(tmp_path).read_text("utf-8")
     rows = [{"step": 200, "loss": math.nan}]
     metrics.JsonLines(tmp_path / "metrics.jsonl").write(rows)
     text = write_report(tmp_path).read_text("utf-8")
@@ -241,23 +241,25 @@ def test_report_of_an_unfinished_and_of_an_empty_run(tmp_path):
 
 
 def test_bad_run_folders_are_refused_with_the_remedy(tmp_path):
-    with pytest.raises(ValueError, match="nowhere: it is not there; give the folder"):
+    with pytest.raises(ValueError, match="nowhere does not exist; pass the --workdir"):
         write_report(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no metrics.jsonl.*meshloom train --workdir"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(ValueError, match="absent is not there; make it first"):
+    with pytest.raises(ValueError, match="absent does not exist; create it first"):
         write_report(tmp_path, tmp_path / "absent" / "report.html")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json: found no valid JSON.*remove"):
+    with pytest.raises(ValueError, match="config.json: invalid JSON.*remove"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
     (tmp_path / "metrics.jsonl").write_text('{"loss": 2.0}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:1: found no whole number"):
+    with pytest.raises(
+        ValueError, match="metrics.jsonl:1: `step` is missing or not an integer"
+    ):
         write_report(tmp_path)
 
 
-# In front of everything, so that no error of the page escapes it.
+# Comes first, so that it catches every error of the page.
 COLLECT = """<head><script>
 window.errors = [];
 window.addEventListener("error", (e) => window.errors.push(e.message));
@@ -324,7 +326,7 @@ def browser():
 
 
 def dump_dom(page, tmp_path, *flags):
-    """Returns the page after its scripts ran; nothing of the browser survives."""
+    """Returns the page after its scripts ran, and kills the browser."""
     command = [browser(), "--headless", "--no-sandbox", "--disable-gpu"]
     command += ["--disable-quic", "--no-first-run", "--disable-background-networking"]
     command += ["--disable-component-update", "--disable-sync", *flags]
@@ -335,7 +337,7 @@ def dump_dom(page, tmp_path, *flags):
     try:
         out, err = process.communicate(timeout=60)
     finally:
-        # Where the browser and all its children have ended by themselves, no group is.
+        # There is no group left if the browser and its children have already exited.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -358,8 +360,7 @@ def test_browser_draws_the_curves_without_script_errors(report, tmp_path, width)
     assert seen["errors"] == [] and not seen["hacked"] and not seen["wide"]
     assert seen["tables"] == [] and seen["bare"] == [] and seen["folded"]
     # Loss and step time have 3 curves, gradient norm and throughput 2, the others 1.
-    # In the units of the drawing, 1000 x 400, a curve spans most of the steps and some
-    # height.
+    # In SVG units (1000 x 400) a curve spans most of the width and some height.
     assert len(seen["linear"]) == 12 and len(seen["log"]) == 3
     for box_width, box_height, length in seen["linear"] + seen["log"]:
         assert 900 <= box_width <= 1000 and 10 < box_height <= 400 and length >= 900
@@ -371,7 +372,7 @@ def test_browser_draws_the_curves_without_script_errors(report, tmp_path, width)
     assert seen["nan"][0] == "not finite" and seen["nan"][-1] == str(NAN)
     assert seen["last"] == seen["left"] and seen["last"][-1] == str(NUM_STEPS)
     assert seen["changed"] == 5
-    # option_10 to option_15 hold 1.25 to 1.875; the later ones 2 and more.
+    # option_10 to option_15 are 1.25 to 1.875; later ones are 2 or more.
     assert seen["rows"] == 6
 
 

@@ -97,7 +97,7 @@ def test_text_of_the_file_is_escaped_and_gaps_are_refused(tmp_path):
     assert "&lt;img 1&gt; <small>&lt;img 2&gt;</small>" in html
     content = document()
     content.pop("seconds")
-    with pytest.raises(ValueError, match="forecast.json: found no seconds; restore"):
+    with pytest.raises(ValueError, match="forecast.json: missing seconds; restore"):
         write_report(write_run(tmp_path, content))
 
 

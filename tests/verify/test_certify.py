@@ -1,4 +1,4 @@
-"""The certificate: what it says of runs that continue exactly, and of others."""
+"""Certificates: of runs that continue exactly, and of runs that do not."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from meshloom.launch import once
 from meshloom.trainer.checkpoint import manifest
 from meshloom.trainer.record import metrics
 from meshloom.trainer.verify import certificate, certify, checkpoint_faults
-from meshloom.trainer.verify.certify_meshes import Machine, Target, choose
+from meshloom.trainer.verify.certify_meshes import Machine, ProcessMesh, choose_machine
 
 STEPS, SAVE_AT = 6, 3
 # A pipeline that keeps layers in another order than on disk.
@@ -28,7 +28,7 @@ def flags(*meshes, steps=STEPS, save_at=SAVE_AT, sets=SETS) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Where the runs of a certificate lie, and how the command ended."""
+    """The folder of a certificate's runs, and the finished command."""
     folder = tmp_path_factory.mktemp("certify")
     where = ["--workdir", str(folder / "runs"), "--json", str(folder / "copy.json")]
     found = command(*flags(*MESHES), *where, timeout=280, env={"JAX_PLATFORMS": "cpu"})
@@ -56,7 +56,7 @@ def test_a_run_continues_exactly_on_every_mesh(runs):
     same = document["meshes"][0]["trajectory"]
     assert same["words"] == "bit-equal"
     assert same["final_state"] == document["reference"]["final_state"] != saved
-    # What was changed for these runs is said, and each run is named as it begins.
+    # The settings of these runs are logged, and each run as it starts.
     assert "--set eval_batches=0 --set sample_prompt=None" in found.stdout
     assert "mesh 3 of 3: data=2@2, from step 3 to 6 ..." in found.stdout
     assert found.stdout.endswith("hold on each of 3 meshes\n")
@@ -89,7 +89,7 @@ def test_a_copy_holds_nothing_later(runs, tmp_path):
 
 
 def change_rows(folder: Path, file: str, change) -> None:
-    """Replaces each row by what `change` gives; None leaves it out."""
+    """Replaces each row by what `change` returns; None drops it."""
     rows = [change(row) for row in metrics.read(folder / file)]
     text = "".join(json.dumps(row) + "\n" for row in rows if row is not None)
     (folder / file).write_text(text)
@@ -118,7 +118,7 @@ def without(file, step):
 
 
 def restored(step):
-    """Another step, or nothing, was restored."""
+    """Pretends that another step, or nothing, was restored."""
 
     def change(row):
         if row["event"] != "restore":
@@ -136,22 +136,22 @@ def other_end(folder):
 
 
 ULP = 1 + 2**-23  # of a float32, or a little more
-# {what was changed: (how, the levels that fail, a part of the first one's words)}
+# {what was changed: (how, the levels that fail, a part of the first one's summary)}
 ON_ANY_MESH = {
     "another state": (in_ledger("restore", state="0" * 16), "state", "0" * 16),
     # The audit then misses steps.
-    "nothing restored": (restored(None), "state data", "the run began anew"),
-    "another step": (restored(2), "state data", "step 2 was restored, expected 3"),
+    "nothing restored": (restored(None), "state data", "the run started from scratch"),
+    "another step": (restored(2), "state data", "restored step 2, expected 3"),
     "other samples": (in_ledger("step", 5, samples="0" * 16), "data", "step 5"),
-    "a step left out": (in_ledger("step", 5, skipped=True), "data", "left out"),
+    "a skipped step": (in_ledger("step", 5, skipped=True), "data", "skipped"),
     "a step missing": (without("ledger.jsonl", 6), "data", "step 6 has no row"),
-    "no loss": (without("metrics.jsonl", 6), "trajectory", "no loss of step 6"),
-    "another loss": (loss_times(1.0001), "trajectory", "1.0e-04 at step 5, allowed"),
+    "no loss": (without("metrics.jsonl", 6), "trajectory", "no loss for step 6"),
+    "another loss": (loss_times(1.0001), "trajectory", "1.0e-04 at step 5, more"),
     "no number": (loss_times(float("nan")), "trajectory", "inf at step 5"),
 }
 ON_THE_SAME = {
     "the last bit": (loss_times(ULP), "trajectory", "same mesh, but the loss differs"),
-    "another end": (other_end, "trajectory", "the last state has digest"),
+    "another end": (other_end, "trajectory", "the final state has digest"),
 }
 
 
@@ -169,38 +169,38 @@ def copied(runs, name: str, tmp_path: Path) -> Path:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ON_ANY_MESH)
 def test_each_level_is_seen_to_fail(name, runs, tmp_path):
-    harm, levels, words = ON_ANY_MESH[name]
+    damage, levels, text = ON_ANY_MESH[name]
     folder = copied(runs, "2-pipe-2", tmp_path)
     assert all(x.passed for x in judged(runs, folder, 1e-5).values())
-    harm(folder)
+    damage(folder)
     found = judged(runs, folder, 1e-5)
     assert [key for key, x in found.items() if not x.passed] == levels.split()
     level = levels.split()[0]
-    assert words in found[level].words
-    row = certificate.Row("pipe=2", 2, 1, 1.0, found)
+    assert text in found[level].summary
+    row = certificate.MeshResult("pipe=2", 2, 1, 1.0, found)
     assert not row.passed
-    assert f"pipe=2, {level}: {found[level].words}" in certificate.table([row])
+    assert f"pipe=2, {level}: {found[level].summary}" in certificate.table([row])
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ON_THE_SAME)
 def test_the_same_mesh_must_be_bit_equal(name, runs, tmp_path):
-    harm, level, words = ON_THE_SAME[name]
+    damage, level, text = ON_THE_SAME[name]
     folder = copied(runs, "1-tensor-2", tmp_path)
-    harm(folder)
+    damage(folder)
     assert all(x.passed for x in judged(runs, folder, 1e-5).values())
     found = judged(runs, folder, None)
     assert [key for key, x in found.items() if not x.passed] == [level]
-    assert words in found[level].words
+    assert text in found[level].summary
 
 
 @pytest.mark.processes
 def test_a_flipped_bit_fails_the_state(runs, tmp_path):
-    target = Target.parse("tensor=2")
+    mesh = ProcessMesh.parse("tensor=2")
     job = certify.Certify(
         configs=(TINY,),
         sets=SETS,
-        targets=(target,),
+        meshes=(mesh,),
         workdir=tmp_path,
         steps=STEPS,
         save_at=SAVE_AT,
@@ -208,22 +208,22 @@ def test_a_flipped_bit_fails_the_state(runs, tmp_path):
     shutil.copytree(runs[0] / "reference", job.reference)
     certify.copy_at(job.reference, tmp_path / "copy", SAVE_AT)
     checkpoint_faults.flip_a_bit(tmp_path / "copy" / "checkpoints" / str(SAVE_AT))
-    row = job.resume(target, tmp_path / "copy")
+    row = job.resume(mesh, tmp_path / "copy")
     assert not row.levels["state"].passed
-    words = row.levels["state"].words
-    assert words.startswith("nothing was restored: ") and "not what was saved" in words
+    text = row.levels["state"].summary
+    assert text.startswith("nothing was restored: ") and "not what was saved" in text
 
 
 @pytest.mark.processes
 def test_a_failure_is_status_1(runs, tmp_path, monkeypatch, capfd):
-    """One mesh of a finished certificate is harmed, and one run dies."""
+    """One mesh of a finished certificate is damaged, and one run dies."""
 
-    def train(job, target, folder):
-        if target.devices == 8:
+    def train(job, mesh, folder):
+        if mesh.devices == 8:
             return once.Outcome(1.0, "worker 0 was killed")
-        name = "2-pipe-2" if target.text == "pipe=2" else folder.name
+        name = "2-pipe-2" if mesh.text == "pipe=2" else folder.name
         shutil.copytree(runs[0] / name, folder, dirs_exist_ok=True)
-        if target.text == "pipe=2":
+        if mesh.text == "pipe=2":
             loss_times(2.0)(folder)
         return once.Outcome(1.0)
 
@@ -239,8 +239,8 @@ def test_a_failure_is_status_1(runs, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.processes
-def test_a_reference_that_went_back_is_none(runs, tmp_path, monkeypatch, capfd):
-    def train(job, target, folder):
+def test_a_reference_that_went_back_is_refused(runs, tmp_path, monkeypatch, capfd):
+    def train(job, mesh, folder):
         shutil.copytree(runs[0] / "reference", folder)
         with open(folder / "ledger.jsonl", "a") as file:
             file.write('{"event": "rewind", "step": 3, "skipped_batches": [3, 5]}\n')
@@ -248,7 +248,7 @@ def test_a_reference_that_went_back_is_none(runs, tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(certify.Certify, "_train", train)
     assert main([*flags("tensor=2", "fsdp=8"), "--workdir", str(tmp_path)]) == 1
-    assert "the reference went back to step 3 (rewind)" in capfd.readouterr().err
+    assert "the reference run went back to step 3 (rewind)" in capfd.readouterr().err
 
 
 def test_a_reference_that_dies_is_status_1(tmp_path, monkeypatch, capfd):
@@ -256,16 +256,16 @@ def test_a_reference_that_dies_is_status_1(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(once, "run", lambda *_, **__: died)
     assert main([*flags("fsdp=8"), "--workdir", str(tmp_path)]) == 1
     error = capfd.readouterr().err
-    assert error == "meshloom: the reference on fsdp=8: worker 0 was killed\n"
+    assert error == "meshloom: reference run on fsdp=8: worker 0 was killed\n"
 
 
 # Bad input.
 
 BAD = {
     "tensor=8": "mesh 'tensor=8': ",
-    "data=8@3": "mesh 'data=8@3': its 8 devices cannot be divided among 3 processes",
-    "data=8@x": "mesh 'data=8@x': expected a number of processes after @, found 'x'",
-    "data=-1": "mesh 'data=-1': a certificate is of one mesh, so no axis may be -1",
+    "data=8@3": "mesh 'data=8@3': its 8 devices cannot be split evenly across 3",
+    "data=8@x": "mesh 'data=8@x': expected a number of processes after @, got 'x'",
+    "data=-1": "mesh 'data=-1': every axis needs an explicit size here",
     "rows=8": "'rows' is no mesh axis",
     "fsdp=8@1": "mesh 'fsdp=8' is given twice",
     "pipe=8": "mesh 'pipe=8': mesh axis pipe=8: ",
@@ -284,7 +284,7 @@ def test_other_bad_input(tmp_path, capfd):
     where = ["--workdir", str(tmp_path)]
     argv = flags("fsdp=8", steps=3, save_at=3)
     error = refused(capfd, [*argv, *where])
-    assert error.startswith("--save-at 3 must be at least 1 and less than --steps 3")
+    assert error.startswith("--save-at 3 must be >= 1 and < --steps 3")
     argv = flags("fsdp=8", sets=("mesh.data=2",))
     assert "--meshes and --set mesh.data=2 both" in refused(capfd, [*argv, *where])
     (tmp_path / "notes").touch()
@@ -298,36 +298,39 @@ def test_what_only_the_run_can_know_is_bad_input_too(tmp_path, monkeypatch, capf
     assert error == "mesh 'fsdp=8': worker 0 ended with status 2: no such thing"
 
 
-# Where the runs are.
+# The devices of the runs.
 
 
 def test_processes_share_the_devices_of_a_mesh():
-    envs = Machine().environments(Target.parse("data=2,tensor=2@2"), port=1)
+    envs = Machine().environments(ProcessMesh.parse("data=2,tensor=2@2"), port=1)
     assert [env["JAX_NUM_CPU_DEVICES"] for env in envs] == ["2", "2"]
     assert [env["MESHLOOM_PROCESS_ID"] for env in envs] == ["0", "1"]
     assert all(int(env["NPROC"]) >= 8 for env in envs)
-    (env,) = Machine().environments(Target.parse("data=4"), port=1)
+    (env,) = Machine().environments(ProcessMesh.parse("data=4"), port=1)
     assert env["JAX_NUM_CPU_DEVICES"] == "4" and "MESHLOOM_COORDINATOR" not in env
-    envs = Machine("gpu", 8).environments(Target.parse("data=4@2"), port=1)
+    envs = Machine("gpu", 8).environments(ProcessMesh.parse("data=4@2"), port=1)
     assert [env["JAX_CUDA_VISIBLE_DEVICES"] for env in envs] == ["0,1", "2,3"]
 
 
 def test_accelerators_are_taken_where_all_meshes_fit():
-    said = []
-    targets = [Target.parse("fsdp=4"), Target.parse("data=2@2")]
-    assert choose("cpu", 1, targets, said.append) == Machine() and not said
-    assert choose("gpu", 8, targets, said.append) == Machine("gpu", 8) and not said
-    assert choose("gpu", 2, targets, said.append) == Machine()
-    assert choose("tpu", 4, targets, said.append) == Machine()
-    assert choose("tpu", 4, targets[:1], said.append) == Machine("tpu", 4)
-    assert said == [
-        "On the CPU: there are 2 gpu devices, and mesh fsdp=4 needs 4",
-        "On the CPU: there are 4 tpu devices, and mesh data=2@2 is not all of them in "
-        "one process",
+    logged = []
+    meshes = [ProcessMesh.parse("fsdp=4"), ProcessMesh.parse("data=2@2")]
+    assert choose_machine("cpu", 1, meshes, logged.append) == Machine() and not logged
+    assert (
+        choose_machine("gpu", 8, meshes, logged.append) == Machine("gpu", 8)
+        and not logged
+    )
+    assert choose_machine("gpu", 2, meshes, logged.append) == Machine()
+    assert choose_machine("tpu", 4, meshes, logged.append) == Machine()
+    assert choose_machine("tpu", 4, meshes[:1], logged.append) == Machine("tpu", 4)
+    assert logged == [
+        "Using the CPU: there are 2 gpu devices, but mesh fsdp=4 needs 4",
+        "Using the CPU: there are 4 tpu devices, but mesh data=2@2 does not use all of "
+        "them in one process",
     ]
 
 
-# The long form: pairs of a mesh that saves and one that goes on.
+# The long form: pairs of a mesh that saves and one that resumes.
 
 LONG = {
     "1f1b": (

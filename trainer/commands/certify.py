@@ -71,20 +71,20 @@ def _certify(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     from ..verify import certify, certify_meshes
 
-    targets = tuple(certify_meshes.Target.parse(text) for text in args.meshes)
-    jax.config.update("jax_num_cpu_devices", max(t.devices for t in targets))
+    meshes = tuple(certify_meshes.ProcessMesh.parse(text) for text in args.meshes)
+    jax.config.update("jax_num_cpu_devices", max(mesh.devices for mesh in meshes))
     configs = tuple(args.config or ["default"])
     workdir = args.workdir or Path("runs", f"certify-{Path(configs[-1]).stem}")
     job = certify.Certify(
         configs=configs,
         sets=tuple(args.set),
-        targets=targets,
+        meshes=meshes,
         workdir=workdir,
         steps=args.steps,
         save_at=args.save_at,
         drift=args.drift,
         seconds=args.run_seconds,
-        say=_say,
+        log=_log,
     )
     try:
         found = job.run()
@@ -98,7 +98,7 @@ def _certify(args: argparse.Namespace) -> int:
     return 0 if found["passed"] else FAILED
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 

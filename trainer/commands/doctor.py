@@ -50,7 +50,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from ..doctor import machine as doctor_machine
     from ..doctor import network as doctor_network
     from ..doctor import storage as doctor_storage
-    from ..doctor.asking import Question
+    from ..doctor.probe_process import ProbeProcess
 
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be 0 to 65535, got {args.port}")
@@ -58,18 +58,18 @@ def _doctor(args: argparse.Namespace) -> int:
         raise ValueError(f"--seconds must be more than 0, got {args.seconds:g}")
     if args.set and not args.config:
         raise ValueError("--set changes a config; give it with --config")
-    asked = Question("devices", environ=os.environ, seconds=args.seconds)
+    probe = ProbeProcess("devices", environ=os.environ, seconds=args.seconds)
     config = None
     if args.config:
         lists = (json.dumps(args.config), json.dumps(args.set))
         on_cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        config = Question("config", *lists, environ=on_cpu, seconds=args.seconds)
+        config = ProbeProcess("config", *lists, environ=on_cpu, seconds=args.seconds)
     name = socket.gethostname()
     addresses = doctor_network.resolve(name)
 
     def of_the_config() -> Iterator[doctor.Finding]:
         if config is not None:
-            yield from _config(config.answer())
+            yield from _config(config.result())
 
     report = doctor.examine(
         [
@@ -94,7 +94,7 @@ def _doctor(args: argparse.Namespace) -> int:
                 ),
             ),
             ("config", of_the_config),
-            ("devices", lambda: doctor_machine.devices(asked.answer(), os.environ)),
+            ("devices", lambda: doctor_machine.devices(probe.result(), os.environ)),
         ]
     )
     print(report.to_json() if args.json else report)
@@ -106,7 +106,7 @@ def _config(answer: dict) -> Iterator:
     from ..doctor.findings import Finding
 
     if error := answer.get("error"):
-        remedy = "Mend that; meshloom train --dry-run checks the rest of the config."
+        remedy = "Fix that; meshloom train --dry-run checks the rest of the config."
         yield Finding("config", error, "problem", remedy)
         return
     about = ", ".join(f"{name} {value}" for name, value in answer["data"].items())

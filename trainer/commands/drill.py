@@ -75,36 +75,36 @@ def _drill(args: argparse.Namespace) -> int:
         raise ValueError(
             f"fault {unknown[0]!r} is unknown; meshloom drill --list names them all"
         )
-    plans = [_plan(args, mesh) for mesh in args.mesh]
-    if args.soak and len(plans) > 1:
-        raise ValueError(f"a soak takes one --mesh, got {len(plans)}: {args.mesh}")
+    specs = [_job_spec(args, mesh) for mesh in args.mesh]
+    if args.soak and len(specs) > 1:
+        raise ValueError(f"a soak takes one --mesh, got {len(specs)}: {args.mesh}")
     if args.workdir.exists() and any(args.workdir.iterdir()):
         raise ValueError(
             f"{args.workdir} is not empty. Remove it, or choose another --workdir."
         )
     workdir = args.workdir.absolute()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(text, flush=True)
 
     if args.soak:
-        found = soak.run(plans[0], workdir, args.soak, args.every, args.seed, say)
+        found = soak.run(specs[0], workdir, args.soak, args.every, args.seed, log)
         print(found)
         found.write(workdir / "soak.json")
         return FAILED if found.problem else 0
     results = []
-    for number, plan in enumerate(plans):
-        folder = workdir / str(number) if len(plans) > 1 else workdir
-        results += drill.run(plan, folder, names, say)
+    for number, spec in enumerate(specs):
+        folder = workdir / str(number) if len(specs) > 1 else workdir
+        results += drill.run(spec, folder, names, log)
     drill.write(workdir / "drill.json", results)
     print(drill.table(results))
     return FAILED if any(result.problem for result in results) else 0
 
 
-def _plan(args: argparse.Namespace, text: str):
-    """How jobs are run on a mesh such as "fsdp=2" or "fsdp=4@4"."""
+def _job_spec(args: argparse.Namespace, text: str):
+    """Returns how to run jobs on a mesh such as "fsdp=2" or "fsdp=4@4"."""
     from ...sharding import MeshSpec
-    from ..verify.drill_job import Plan
+    from ..verify.drill_job import JobSpec
 
     mesh, at, count = text.partition("@")
     if at and not count.isdigit():
@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace, text: str):
         *(part for name in args.config or ["drill"] for part in ("--config", name)),
         *(part for text in args.set for part in ("--set", text)),
     ]
-    return Plan(
+    return JobSpec(
         tuple(train),
         mesh,
         processes=processes,

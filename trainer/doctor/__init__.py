@@ -1,1 +1,1 @@
-"""Is this machine fit to train? See docs/doctor.md."""
+"""Checks whether this machine is ready to train: see docs/doctor.md."""

@@ -1,7 +1,7 @@
-"""`meshloom doctor`: is this machine fit to train, and if not, what is to be done?
+"""`meshloom doctor`: checks whether this machine is ready to train.
 
-Standard library only, like all of this folder but probe.py, which runs in a process
-of its own: a broken jax or a driver that hangs must not take the doctor along.
+Everything here but probe.py uses the standard library only. The probe runs in a
+subprocess, so that a broken jax or a hanging driver cannot take down the doctor.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ LEVELS = ("ok", "warning", "problem")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found about one subject; `remedy` where something is to be done."""
+    """The result of a check; `remedy` says what to do about it, if anything."""
 
     subject: str
     found: str
@@ -61,7 +61,7 @@ class Report:
 
 
 def examine(checks: Sequence[tuple[str, Check]]) -> Report:
-    """Runs named checks; one that fails is a finding, and the next ones still run."""
+    """Runs named checks; a check that raises becomes a finding, the rest still run."""
     findings: list[Finding] = []
     for name, check in checks:
         findings += _guarded(name, check)
@@ -69,13 +69,13 @@ def examine(checks: Sequence[tuple[str, Check]]) -> Report:
 
 
 def _guarded(name: str, check: Check) -> Iterator[Finding]:
-    """On a machine that is broken in a way nobody thought of, say so and go on."""
+    """Turns an unexpected exception of a check into a finding."""
     try:
         yield from check()
     except Exception as error:
-        words = f"could not be looked at: {type(error).__name__}: {error}"
-        remedy = "Look into it by hand, and report it: the doctor should know it."
-        yield Finding(name, words.splitlines()[0], "problem", remedy)
+        found = f"the check failed: {type(error).__name__}: {error}"
+        remedy = "Check it by hand, and report this as a bug in the doctor."
+        yield Finding(name, found.splitlines()[0], "problem", remedy)
 
 
 def _counted(number: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""What the doctor finds of the machine itself: packages, cores, memory, devices."""
+"""Checks of the machine itself: packages, cores, memory, clock and devices."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from typing import Any
 
 from .findings import Finding
 
-# Plugins by which jax reaches an accelerator, where they are installed.
+# The jax plugins for accelerators.
 PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
-# What shows that a machine has an accelerator, whether jax can use it or not.
+# Files that reveal an accelerator, whether jax can use it or not.
 SIGNS = {
     "NVIDIA GPU": ("dev/nvidia[0-9]*", "proc/driver/nvidia/version"),
     "TPU": ("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
@@ -23,11 +23,11 @@ GIB = 2**30
 
 
 def installed(distribution: str = "meshloom") -> Iterator[Finding]:
-    """Python and packages, against the lower bounds of our own metadata."""
+    """Checks Python and packages against the lower bounds in our metadata."""
     try:
         about = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
-        remedy = "Install it: pip install meshloom, or make install in a checkout."
+        remedy = "Run pip install meshloom, or make install in a checkout."
         yield Finding(distribution, "is not installed", "problem", remedy)
         return
     least = (about["Requires-Python"] or "").removeprefix(">=")
@@ -57,21 +57,21 @@ def _installed(name: str) -> str | None:
 
 def _version(name: str, found: str, least: str, remedy: str) -> Finding:
     if least and _numbers(found) < _numbers(least):
-        words = f"{found}, older than {least}, which is the oldest that is tested"
-        return Finding(name, words, "warning", remedy)
+        text = f"{found}, older than {least}, the oldest tested version"
+        return Finding(name, text, "warning", remedy)
     return Finding(name, found)
 
 
 def _partners() -> Iterator[Finding]:
-    """jax, jaxlib and the plugins are released together, and go together."""
+    """Checks that jaxlib and the plugins have the version of jax."""
     jax = _installed("jax")
     for name in ("jaxlib", *PLUGINS):
         found = _installed(name)
         if found is None:
             continue
         if name != "libtpu" and jax is not None and _numbers(found) != _numbers(jax):
-            words = f"{found}, but jax is {jax}: they are made for each other"
-            yield Finding(name, words, "warning", f"pip install '{name}=={jax}'")
+            text = f"{found}, but jax is {jax}: the versions must match"
+            yield Finding(name, text, "warning", f"pip install '{name}=={jax}'")
         else:
             yield Finding(name, found)
 
@@ -81,40 +81,40 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def machine(root: Path = Path("/")) -> Iterator[Finding]:
-    """Cores, memory and clock."""
+    """Checks cores, memory and clock."""
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    yield Finding("cores", f"{usable} of {cores} for this process")
+    yield Finding("cores", f"{usable} of {cores} usable by this process")
     meminfo = root / "proc/meminfo"
     if meminfo.exists():
         amounts = dict(re.findall(r"(\w+): +(\d+) kB", meminfo.read_text()))
         total, free = (int(amounts[k]) * 1024 for k in ("MemTotal", "MemAvailable"))
         limit = root / "sys/fs/cgroup/memory.max"
         text = limit.read_text().strip() if limit.exists() else "max"
-        words = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
+        summary = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
         if text.isdigit() and int(text) < total:
-            words += f"; this container may use {int(text) / GIB:.1f} GiB"
+            summary += f"; container limit {int(text) / GIB:.1f} GiB"
         if free < GIB:
-            remedy = "End other programs: jax alone needs about half a GiB."
-            yield Finding("memory", words, "warning", remedy)
+            remedy = "Stop other programs: jax alone needs about half a GiB."
+            yield Finding("memory", summary, "warning", remedy)
         else:
-            yield Finding("memory", words)
+            yield Finding("memory", summary)
     yield _clock()
 
 
 def _clock(now: float | None = None) -> Finding:
-    """Checkpoints and logs carry times; certificates fail where they are far off."""
+    """Checks the clock: logs and TLS certificates depend on it."""
     now = time.time() if now is None else now
     made = Path(__file__).stat().st_mtime
-    words = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    summary = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < made:
-        words += ", before this program was installed"
-        return Finding("clock", words, "warning", "Set the clock, best by NTP.")
-    return Finding("clock", words)
+        summary += ", before this program was installed"
+        return Finding("clock", summary, "warning", "Set the clock, ideally with NTP.")
+    return Finding("clock", summary)
 
 
 def accelerators(root: Path = Path("/")) -> list[str]:
-    """Kinds of accelerators that the system shows."""
+    """Returns the kinds of accelerators that the system reports."""
     return [
         kind
         for kind, patterns in SIGNS.items()
@@ -123,36 +123,36 @@ def accelerators(root: Path = Path("/")) -> list[str]:
 
 
 def devices(
-    answer: dict[str, Any], environ: Mapping[str, str], root: Path = Path("/")
+    probed: dict[str, Any], environ: Mapping[str, str], root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """What jax sees, by what the probe has answered."""
+    """Checks the devices that jax sees, as reported by the probe."""
     present = accelerators(root)
-    if error := answer.get("error"):
-        yield Finding("devices", f"jax cannot start: {error}", "problem", _mend(error))
+    if error := probed.get("error"):
+        yield Finding("devices", f"jax cannot start: {error}", "problem", _fix(error))
         return
-    words = f"{answer['count']} {answer['kind']} ({answer['platform']})"
-    if not present or answer["platform"] != "cpu":
-        yield Finding("devices", words)
+    summary = f"{probed['count']} {probed['kind']} ({probed['platform']})"
+    if not present or probed["platform"] != "cpu":
+        yield Finding("devices", summary)
         return
-    words = f"{words}, though this machine has a {' and a '.join(present)}"
+    summary = f"{summary}, but this machine has a {' and a '.join(present)}"
     if platforms := environ.get("JAX_PLATFORMS"):
-        remedy = f"JAX_PLATFORMS={platforms} asks for it: unset it to use the other."
-        yield Finding("devices", words, "warning", remedy)
+        remedy = f"JAX_PLATFORMS={platforms} requests it: unset it to use the other."
+        yield Finding("devices", summary, "warning", remedy)
         return
     extra = EXTRAS[present[0]]
     remedy = f"make train EXTRA={extra}, or pip install 'meshloom[{extra}]'"
-    yield Finding("devices", words, "problem", remedy)
+    yield Finding("devices", summary, "problem", remedy)
 
 
-def _mend(error: str) -> str:
+def _fix(error: str) -> str:
     if "XLA_FLAGS" in error:
-        return "Take the flag out of XLA_FLAGS, or write it as this jax spells it."
-    if "no answer" in error:
+        return "Remove the flag from XLA_FLAGS, or use this jax version's spelling."
+    if "no response" in error:
         return (
-            "A driver or another program may hold the accelerator: end programs that "
+            "A driver or another program may hold the accelerator: stop programs that "
             "use it, try JAX_PLATFORMS=cpu, or wait longer with --seconds."
         )
     return (
-        "Run python -c 'import jax; print(jax.devices())' to see all of it; most often "
-        "packages do not fit together: make install in a new environment."
+        "Run python -c 'import jax; print(jax.devices())' for the full error. Usually "
+        "package versions do not match: run make install in a new environment."
     )

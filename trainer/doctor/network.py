@@ -1,4 +1,4 @@
-"""What the doctor finds of the network, and of what the job was told about it."""
+"""Checks of the network, and of the variables that describe the job."""
 
 import contextlib
 import os
@@ -24,17 +24,17 @@ LOOKUP_SECONDS = 4.0
 
 
 def resolve(name: str, seconds: float = LOOKUP_SECONDS) -> list[str]:
-    """Addresses of a host; [] where it has none, or nobody answers in time."""
+    """Returns the addresses of a host; [] if the lookup fails or times out."""
     answers: queue.Queue[list[str]] = queue.Queue()
 
     def look() -> None:
         try:
             found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # no such name, or no name at all
+        except (OSError, UnicodeError):  # unknown or invalid name
             found = []
         answers.put(list(dict.fromkeys(str(info[4][0]) for info in found)))
 
-    # A name server that is gone can hold a lookup for half a minute.
+    # An unreachable name server can block a lookup for half a minute.
     threading.Thread(target=look, daemon=True).start()
     with contextlib.suppress(queue.Empty):
         return answers.get(timeout=seconds)
@@ -42,21 +42,21 @@ def resolve(name: str, seconds: float = LOOKUP_SECONDS) -> list[str]:
 
 
 def host(name: str, addresses: list[str]) -> Iterator[Finding]:
-    """Whether other machines can find this one by its own name."""
+    """Checks whether other machines can reach this one by its host name."""
     if not addresses:
         yield Finding(
             "host name",
             f"{name} has no address",
             "problem",
-            "Give it one in DNS or in /etc/hosts, with the address of this machine.",
+            "Add this machine to DNS or to /etc/hosts.",
         )
     elif all(process_env.is_loopback(a.partition("%")[0]) for a in addresses):
         yield Finding(
             "host name",
-            f"{name} is {', '.join(addresses)}, which other machines cannot reach",
+            f"{name} is {', '.join(addresses)}, unreachable from other machines",
             "warning",
-            "Jobs of several machines need its network address in /etc/hosts, or an "
-            "explicit address of process 0.",
+            "Multi-host jobs need its network address in /etc/hosts, or an explicit "
+            "address of process 0.",
         )
     else:
         yield Finding("host name", f"{name} is {', '.join(addresses)}")
@@ -65,13 +65,13 @@ def host(name: str, addresses: list[str]) -> Iterator[Finding]:
 def port(
     number: int, *, address: str | None, interface: str | None, addresses: list[str]
 ) -> Iterator[Finding]:
-    """Whether the coordinator of a job could listen here, and be reached."""
+    """Checks whether the coordinator of a job can listen here and be reached."""
     if interface is not None:
         address = _address_of(interface)
         if address is None:
             names = ", ".join(name for _, name in socket.if_nameindex())
-            found = f"{interface} is no interface with an IPv4 address"
-            remedy = f"Give --interface one of {names}, or use --address."
+            found = f"{interface} is not an interface with an IPv4 address"
+            remedy = f"Pass one of {names} as --interface, or use --address."
             yield Finding("port", found, "problem", remedy)
             return
     address = address or (addresses or ["127.0.0.1"])[0]
@@ -86,18 +86,18 @@ def port(
             where = f"{address}:{number}" if number else address
             found = f"cannot listen on {where}: {error.strerror or error}"
             remedy = (
-                "Choose another --port, or end the program that has it (ss -ltnp); "
-                "--address must be one of this machine."
+                "Choose another --port, or stop the program that uses it (ss -ltnp); "
+                "--address must belong to this machine."
             )
             yield Finding("port", found, "problem", remedy)
             return
         chosen = listener.getsockname()[1]
-    words = f"{address}:{chosen} is free for a coordinator"
-    yield Finding("port", words + (", as an example" if not number else ""))
+    summary = f"{address}:{chosen} is free for a coordinator"
+    yield Finding("port", summary + (" (an example)" if not number else ""))
 
 
 def _address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; Linux alone can be asked."""
+    """Returns the IPv4 address of an interface; Linux only."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl
@@ -113,49 +113,50 @@ def _address_of(interface: str) -> str | None:
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What is set, without secrets, and whether it makes sense."""
+    """Lists the relevant variables, with secrets masked, and checks them."""
     given = {
         name: value
         for name, value in sorted(environ.items())
         if name.startswith(MATTER) or name == "NPROC"
     }
     shown = [f"{name}={value}" for name, value in masked(given).items()]
-    yield Finding("variables", " ".join(shown) or "none that matter are set")
-    yield from _place(environ)
+    yield Finding("variables", " ".join(shown) or "no relevant variables are set")
+    yield from _distributed(environ)
     devices, threads = (environ.get(n, "") for n in ("JAX_NUM_CPU_DEVICES", "NPROC"))
     if devices.isdigit() and int(devices) > 1:
         found = int(threads) if threads.isdigit() else os.cpu_count() or 1
         if found < 4 * int(devices):
             yield Finding(
                 "threads",
-                f"{found} for {devices} CPU devices: they may wait for ever",
+                f"{found} for {devices} CPU devices: collectives may deadlock",
                 "warning",
-                f"Set NPROC={4 * int(devices)}; meshloom's own --cpu-devices does.",
+                f"Set NPROC={4 * int(devices)}, as --cpu-devices does.",
             )
 
 
-def _place(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Where a process that is started here would stand in a job."""
+def _distributed(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks which process of which job a process started here would be."""
     try:
         found = process_env.find(environ)
     except ValueError as error:
-        words, _, remedy = str(error).partition(". ")
-        yield Finding("place in the job", words, "problem", remedy)
+        summary, _, remedy = str(error).partition(". ")
+        yield Finding("distributed", summary, "problem", remedy)
         return
     if found is None:
         return
-    words = (
+    summary = (
         f"process {found.process_id} of {found.num_processes}, found from "
-        f"{found.source}; they meet at {found.coordinator}"
+        f"{found.source}; coordinator {found.coordinator}"
     )
     if resolve(found.address[0]):
-        yield Finding("place in the job", words)
+        yield Finding("distributed", summary)
     else:
-        remedy = "Mend MESHLOOM_COORDINATOR (HOST:PORT), or the name in DNS."
-        words += "; that host has no address"
-        yield Finding("place in the job", words, "problem", remedy)
+        remedy = "Fix MESHLOOM_COORDINATOR (HOST:PORT), or the name in DNS."
+        summary += ", whose host has no address"
+        yield Finding("distributed", summary, "problem", remedy)
 
 
 def scheduler(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Reports the scheduler that started this process."""
     found = [name for name, variable in SCHEDULERS.items() if variable in environ]
-    yield Finding("scheduler", " and ".join(found) or "none: this is a plain shell")
+    yield Finding("scheduler", " and ".join(found) or "none")

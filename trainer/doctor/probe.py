@@ -1,8 +1,8 @@
-"""Run by the doctor in a process of its own: prints one line of JSON, or breaks.
+"""The doctor's subprocess: prints one line of JSON, unless it crashes.
 
-`probe devices` starts jax. `probe config NAMES SETS`, JSON lists, loads a
-config and opens its data as `train --dry-run` does, but looks for no devices: this
-one machine need not have those of the job.
+`probe devices` starts jax. `probe config NAMES SETS`, both JSON lists, loads a config
+and opens its data as `train --dry-run` does, but does not check the devices: this host
+may have only some of the job's.
 """
 
 import json

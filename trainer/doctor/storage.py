@@ -1,4 +1,4 @@
-"""What the doctor finds of a folder: can a run write, lock and keep something there?"""
+"""Checks of a folder: whether a run can write, sync and lock files in it."""
 
 import errno
 import fcntl
@@ -12,14 +12,14 @@ from pathlib import Path
 from .findings import Finding
 
 GIB = 2**30
-FEW_BYTES = GIB  # a warning below
-SAMPLE = bytes(2**20)  # a full disk may still take a few bytes
-LOCK = ".lock"  # the file by which a run holds its folder
+FEW_BYTES = GIB  # warns below this
+SAMPLE = bytes(2**20)  # a full disk may still accept a few bytes
+LOCK = ".lock"  # locked by a run while it uses its folder
 SKEW_SECONDS = 10.0
 
 
 def folder(subject: str, path: Path, mounts: Path | None = None) -> Iterator[Finding]:
-    """Tries it out; removes again whatever it has made."""
+    """Tries to use a folder, and removes whatever that created."""
     made: list[Path] = []
     try:
         _make(path, made)
@@ -27,9 +27,9 @@ def folder(subject: str, path: Path, mounts: Path | None = None) -> Iterator[Fin
     except OSError as error:
         reason = error.strerror or str(error)
         if isinstance(error, FileExistsError | NotADirectoryError):
-            reason = "it is a file, or below one"
+            reason = "it, or a parent, is a file"
         found = f"{path} cannot be used: {reason}"
-        yield Finding(subject, found, "problem", _mend(error))
+        yield Finding(subject, found, "problem", _fix(error))
         return
     finally:
         for new in reversed(made):
@@ -38,14 +38,14 @@ def folder(subject: str, path: Path, mounts: Path | None = None) -> Iterator[Fin
     yield from _room(subject, path, existing, mounts or Path("/proc/mounts"))
     if abs(skew) > SKEW_SECONDS:
         found = f"the file system's clock is {skew:+.0f} s from this machine's"
-        yield Finding(subject, found, "warning", "Set both clocks, best by NTP.")
+        yield Finding(subject, found, "warning", "Set both clocks, ideally with NTP.")
     if _is_held(path / LOCK):
         remedy = "Wait for that run, or choose another --workdir."
-        yield Finding(subject, f"{path} is held by a run", "warning", remedy)
+        yield Finding(subject, f"{path} is in use by a run", "warning", remedy)
 
 
 def _make(path: Path, made: list[Path]) -> None:
-    """Makes the folder and those above it; `made` gets the new ones, top first."""
+    """Creates the folder and its parents; appends new ones to `made`, top first."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for new in reversed(missing):
         new.mkdir()
@@ -55,7 +55,7 @@ def _make(path: Path, made: list[Path]) -> None:
 
 
 def _try(path: Path) -> float:
-    """Writes, syncs and locks a file; returns by how much its time is off."""
+    """Writes, syncs and locks a file; returns the skew of its timestamp."""
     with tempfile.NamedTemporaryFile(dir=path, prefix=".doctor-") as file:
         file.write(SAMPLE)
         file.flush()
@@ -78,34 +78,38 @@ def _is_held(lock: Path) -> bool:
 def _room(subject: str, path: Path, existing: Path, mounts: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(existing).free
     kind = file_system(existing, mounts)
-    words = f"{path} can be written and locked; {free / GIB:.1f} GiB free on {kind}"
+    summary = f"{path} is writable; {free / GIB:.1f} GiB free on {kind}"
     if free < FEW_BYTES:
-        remedy = "Free some space: a checkpoint is about three times the model."
-        yield Finding(subject, words, "warning", remedy)
+        remedy = (
+            "Free some space: a checkpoint is about three times the size of the model."
+        )
+        yield Finding(subject, summary, "warning", remedy)
     elif kind in ("tmpfs", "ramfs"):
-        remedy = "It is kept in memory and gone after a restart; use a disk to keep it."
-        yield Finding(subject, words, "warning", remedy)
+        remedy = "This is memory, lost on reboot; use a disk to keep the run."
+        yield Finding(subject, summary, "warning", remedy)
     else:
-        yield Finding(subject, words)
+        yield Finding(subject, summary)
 
 
 def file_system(path: Path, mounts: Path) -> str:
-    """The type of the file system that a path is on, as far as the system says."""
+    """Returns the type of the file system of a path, if it is known."""
     if not mounts.exists():
         return "an unknown file system"
-    whole = path.resolve()
+    resolved = path.resolve()
     best, kind = "", "an unknown file system"
     for line in mounts.read_text().splitlines():
         point, found = line.split()[1:3]
         point = point.replace("\\040", " ")
-        if len(point) >= len(best) and whole.is_relative_to(point):
+        if len(point) >= len(best) and resolved.is_relative_to(point):
             best, kind = point, found
     return kind
 
 
-def _mend(error: OSError) -> str:
+def _fix(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return "Free some space, or choose another --workdir."
     if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-        return "The file system has no locks: mount it with them (NFS: without nolock)."
-    return "Choose another folder, or make this one a folder that you may write to."
+        return (
+            "The file system has no locks: mount it with locks (NFS: without nolock)."
+        )
+    return "Choose another folder, or make this one writable."

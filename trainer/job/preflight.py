@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FIRST_SECONDS = 300.0
 # To open the data and to trace the step of a large model.
 SECOND_SECONDS = 1800.0
-FILE = "rollcall.json"
+FILE = "preflight.json"
 PACKAGES = ("configs", "launch", "models", "sharding", "trainer")
 DISTRIBUTIONS = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),

@@ -1,4 +1,4 @@
-"""What differs between the reports of a roll-call, as one table that names who is odd.
+"""Formats what differs between the preflight reports, naming the odd processes.
 
 A report has `host`, `address` and `facts` (group -> name -> value), and may have a
 `clock` and `probes` of folders. Only what differs is shown.

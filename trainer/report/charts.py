@@ -1,7 +1,7 @@
-"""Curves over training steps as inline SVG, with the axes as HTML around it.
+"""Draws curves over training steps as inline SVG, with HTML axes around it.
 
-The SVG holds only lines and is stretched to its box, while labels are HTML at
-percentages of that box: so text and strokes keep their size at every width.
+The SVG contains only lines and stretches to fill its box, while labels are HTML
+positioned in percent of that box, so text and strokes keep their size at any width.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ import numpy as np
 from ..record.curves import Axis, downsample, linear_ticks, short_number, value_axis
 
 WIDTH, HEIGHT = 1000, 400
-# More would touch each other and hide the line that joins them.
+# More dots would overlap and hide the line between them.
 MAX_DOTS = 80
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Values over steps; `style` is the CSS class that draws it: raw, mean or dots."""
+    """Values over steps; `style` is the CSS class of the line: raw, mean or dots."""
 
     label: str
     style: str
     steps: np.ndarray
     values: np.ndarray
 
-    def thinned(self) -> "Curve":
+    def downsampled(self) -> "Curve":
         steps, values = downsample(self.steps, self.values)
         return dataclasses.replace(self, steps=steps, values=values)
 
@@ -36,11 +36,14 @@ class Curve:
 class Chart:
     """Curves that share their axes.
 
-    Args:
-      name: unique on the page, of letters, digits, `-` and `_`.
-      last_step: end of the step axis, the same on all charts of a page.
+    Attributes:
+      name: unique on the page; letters, digits, `-` and `_` only.
+      title: the heading of the chart.
+      curves: the curves, drawn in this order.
+      last_step: the end of the step axis, the same for all charts of a page.
       from_zero: whether the linear axis starts at zero.
-      with_log: whether a logarithmic axis is offered too.
+      with_log: whether the reader can switch to a logarithmic axis.
+      wide: whether the chart spans the full width of the page.
     """
 
     name: str
@@ -53,8 +56,8 @@ class Chart:
 
 
 def render(chart: Chart) -> str:
-    """Returns the figure: title, legend with the last values, and the curves."""
-    curves = tuple(curve.thinned() for curve in chart.curves)
+    """Returns the HTML figure: title, legend with the latest values, and curves."""
+    curves = tuple(curve.downsampled() for curve in chart.curves)
     chart = dataclasses.replace(chart, curves=curves)
     values = np.concatenate([curve.values for curve in curves])
     with_log = chart.with_log and bool(np.any(np.isfinite(values) & (values > 0)))
@@ -88,11 +91,11 @@ def _legend(chart: Chart) -> str:
 
 
 def _data(chart: Chart) -> str:
-    """Returns what the read-out needs; `<` cannot end the script element early."""
+    """Returns the read-out's data as JSON that cannot close the script element."""
     curves = [
         {
             "steps": curve.steps.tolist(),
-            # JSON has no NaN: null, which the read-out calls not finite.
+            # JSON has no NaN; the read-out shows null as "not finite".
             "values": [
                 float(f"{v:.6g}") if math.isfinite(v) else None
                 for v in curve.values.tolist()
@@ -161,7 +164,7 @@ def _paths(curve: Curve, axis: Axis, last_step: int) -> tuple[str, str, list[str
         if not math.isfinite(y):
             is_open = False
             continue
-        # h0 draws a dot, so that a point between two gaps is seen.
+        # h0 draws a dot, so that a point between two gaps is visible.
         dots.append(f"M{x} {y:.1f}h0")
         line.append(f"L{x} {y:.1f}" if is_open else dots[-1])
         is_open = True

@@ -1,4 +1,4 @@
-"""What the files of a run folder say, read for a report."""
+"""Reads the files of a run folder for its report."""
 
 import dataclasses
 import json
@@ -11,10 +11,10 @@ import numpy as np
 
 from ..record import metrics
 
-RATE = "_per_s"  # ends the name of the throughput, as in tokens_per_s
-# Where the root of a config says how long a run is.
+RATE = "_per_s"  # the suffix of throughput metrics, such as tokens_per_s
+# The root fields of a config that may give the length of a run.
 _TOTAL_KEYS = ("num_steps", "steps")
-# What the report shows of pipeline.json.
+# The keys of pipeline.json that the report needs.
 _PIPELINE_KEYS = frozenset(
     """start derived name num_stages num_chunks num_microbatches bubble ratio slots
     remat gather ideal""".split()
@@ -23,7 +23,7 @@ _PIPELINE_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The content of a run folder; None or empty where a file is absent."""
+    """The contents of a run folder; None or empty where a file is missing."""
 
     name: str
     train: list[dict[str, Any]]
@@ -50,13 +50,13 @@ class RunFiles:
         return None
 
     def config_value(self, path: str) -> Any:
-        """Returns a value of the config; None if it has none of this name."""
+        """Returns a value of the config, or None if the config has no such field."""
         values = (self.config or {}).get("values", {})
         return values.get(path, {}).get("value")
 
     @property
     def missing(self) -> list[str]:
-        """What the folder does not hold, in words and with the name of its file."""
+        """Descriptions of the files that the folder does not contain."""
         parts = {
             "evaluation (eval.jsonl)": self.evals,
             "sample (sample.txt)": self.sample,
@@ -65,7 +65,7 @@ class RunFiles:
             "environment (environment.json)": self.environment,
             "forecast (forecast.json)": self.forecast,
         }
-        return [words for words, content in parts.items() if not content]
+        return [name for name, content in parts.items() if not content]
 
     @property
     def is_complete(self) -> bool:
@@ -73,17 +73,17 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Reads a run folder; only metrics.jsonl must be there."""
+    """Reads a run folder; only metrics.jsonl is required."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(
-            f"run folder {folder}: it is not there; give the folder that "
-            "`meshloom train --workdir` wrote"
+            f"run folder {folder} does not exist; pass the --workdir of a "
+            "`meshloom train` run"
         )
     path = folder / metrics.FILES["train"]
     if not path.is_file():
         raise ValueError(
-            f"run folder {folder}: it has no {path.name}, so no step was recorded; "
+            f"run folder {folder} has no {path.name}, so no step was recorded; "
             f"train first: meshloom train --workdir {folder}"
         )
     others = {kind: folder / metrics.FILES[kind] for kind in ("eval", "test")}
@@ -106,7 +106,7 @@ def read_run(folder: Path) -> RunFiles:
 def columns(
     rows: Sequence[dict[str, Any]],
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns (steps, values) of each numeric name, in order of appearance."""
+    """Returns (steps, values) of each numeric metric, in order of appearance."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -120,10 +120,10 @@ def columns(
 
 
 def training_seconds(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the time from the first to the last row, without interruptions.
+    """Returns the time from the first to the last row, excluding interruptions.
 
-    A wait between two groups counts as an interruption when it is longer than
-    a minute and twenty times the usual one: the run stood still and was resumed.
+    A gap counts as an interruption if it is longer than a minute and than twenty
+    times the median gap: the run was stopped and resumed later.
     """
     times = np.array([row["time"] for row in rows if "time" in row], dtype=float)
     waits = np.diff(times)
@@ -139,8 +139,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get("step"), int):
             raise ValueError(
-                f"{path}:{number}: found no whole number `step`; "
-                "repair or remove the line"
+                f"{path}:{number}: `step` is missing or not an integer; "
+                "fix or remove the line"
             )
     return rows
 
@@ -149,7 +149,7 @@ def _read_pipeline(path: Path) -> dict[str, Any] | None:
     content = _read_json(path)
     if content is not None and (missing := _PIPELINE_KEYS - content.keys()):
         raise ValueError(
-            f"{path}: found no {', '.join(sorted(missing))}; restore or remove the file"
+            f"{path}: missing {', '.join(sorted(missing))}; restore or remove the file"
         )
     return content
 
@@ -161,7 +161,7 @@ def _read_forecast(path: Path) -> dict[str, Any] | None:
         wanted = {"start", "plan", "seconds"}
     if content is not None and (missing := wanted - content.keys()):
         raise ValueError(
-            f"{path}: found no {', '.join(sorted(missing))}; restore or remove the file"
+            f"{path}: missing {', '.join(sorted(missing))}; restore or remove the file"
         )
     return content
 
@@ -177,11 +177,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{path}: found no valid JSON ({error}); restore or remove the file"
+            f"{path}: invalid JSON ({error}); restore or remove the file"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path}: found {type(content).__name__}, expected a JSON object; "
+            f"{path}: expected a JSON object, got {type(content).__name__}; "
             "restore or remove the file"
         )
     return content

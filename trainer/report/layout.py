@@ -1,4 +1,4 @@
-"""The mesh of a run, and how its arrays are sharded over it."""
+"""The report section on the mesh and on how arrays are sharded over it."""
 
 from html import escape
 from typing import Any
@@ -9,50 +9,48 @@ from .data import RunFiles
 from .tables import code, plain_text, section, table
 
 _NUM_LARGEST = 12
-
-
-# How far losses on several meshes were from one device, measured: docs/training.md.
+# Measured relative differences of losses between meshes: see docs/training.md.
 _SAME_CURVE = {"float32": ("1e-6", "1e-4"), "bfloat16": ("5e-3", "5e-2")}
 
 
 def sharding(run: RunFiles) -> str:
-    """Returns the mesh, the totals, the largest arrays and those not sharded at all."""
+    """Returns the mesh, the totals, the largest arrays and the replicated ones."""
     if run.sharding is None:
         return ""
-    plan = run.sharding
-    facts = [["Mesh", _mesh(plan.get("mesh"))]]
-    for name, value in (plan.get("totals") or {}).items():
-        if not (name == "replicated_bytes" and _is_one_device(plan)):
+    layout = run.sharding
+    facts = [["Mesh", _mesh(layout.get("mesh"))]]
+    for name, value in (layout.get("totals") or {}).items():
+        if not (name == "replicated_bytes" and _is_one_device(layout)):
             title = name.replace("_", " ").capitalize()
             facts.append([escape(title), _amount(name, value)])
-    arrays = sorted(plan.get("arrays", []), key=lambda a: -a.get("bytes", 0))
+    arrays = sorted(layout.get("arrays", []), key=lambda a: -a.get("bytes", 0))
     html = _precision(run) + table(["Property", "Value"], facts)
     if arrays:
         html += f'<h3 class="table">Largest arrays{_of(arrays)}</h3>'
-        html += _arrays(arrays, on_one_device=_is_one_device(plan))
-    # On one device no array is sharded, and that is no news.
-    whole = [array for array in arrays if array.get("ways") == 1]
-    if whole and not _is_one_device(plan):
-        html += f'<h3 class="table">Largest replicated arrays{_of(whole)}</h3>'
-        html += _arrays(whole, on_one_device=False)
+        html += _arrays(arrays, on_one_device=_is_one_device(layout))
+    # On one device nothing is sharded, so there is nothing to report.
+    replicated = [array for array in arrays if array.get("ways") == 1]
+    if replicated and not _is_one_device(layout):
+        html += f'<h3 class="table">Largest replicated arrays{_of(replicated)}</h3>'
+        html += _arrays(replicated, on_one_device=False)
     return section("Mesh and sharding", html)
 
 
 def _precision(run: RunFiles) -> str:
-    """Returns a sentence about what the run's type means for other meshes."""
+    """Returns a note on how closely losses on other meshes would agree."""
     dtype = run.config_value("model.compute_dtype")
     if dtype not in _SAME_CURVE:
         return ""
     first, later = _SAME_CURVE[dtype]
     return (
-        f'<p class="note">Computed in {escape(dtype)}: on another mesh, where sums are '
-        f"rounded in another order, expect the losses of the first 6 steps within "
-        f"{first} of these, and of the first 20 within {later}.</p>"
+        f'<p class="note">Computed in {escape(dtype)}: on another mesh sums round in a '
+        f"different order. Expect losses within {first} of these over the first 6 "
+        f"steps, and within {later} over the first 20.</p>"
     )
 
 
-def _is_one_device(plan: dict[str, Any]) -> bool:
-    mesh = plan.get("mesh")
+def _is_one_device(layout: dict[str, Any]) -> bool:
+    mesh = layout.get("mesh")
     return isinstance(mesh, dict) and all(size == 1 for size in mesh.values())
 
 
@@ -80,7 +78,7 @@ def _arrays(arrays: list[dict[str, Any]], *, on_one_device: bool) -> str:
 
 
 def _dimensions(array: dict[str, Any]) -> str:
-    """Returns the sharded dimensions by name, each with its mesh axes."""
+    """Returns the sharded dimensions, each with its mesh axes."""
     spec, axes = array.get("spec") or [], array.get("axes") or []
     found = []
     for number, mesh_axes in enumerate(spec):

@@ -1,7 +1,7 @@
-"""The page of a report: its frame, style sheet and script.
+"""The HTML page of a report: skeleton, style sheet and script.
 
-The page loads nothing. The script only adds the read-out of values and the filter
-of the configuration; without it everything else is there.
+The page loads nothing. The script only adds the read-out of values and the config
+filter; everything else works without it.
 """
 
 from html import escape
@@ -222,7 +222,7 @@ SCRIPT = """
 })();
 """
 
-# Forbids the page to load anything, whatever text from the run is in it.
+# Forbids the page to load anything, whatever text of the run it contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 

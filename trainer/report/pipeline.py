@@ -1,4 +1,4 @@
-"""The pipeline of a run in its report: the schedule's picture, and what it costs."""
+"""The report section on the pipeline: a picture of the schedule, and its cost."""
 
 from html import escape
 from typing import Any
@@ -9,10 +9,10 @@ from ..record.metrics import median_step_seconds
 from .data import RunFiles
 from .tables import code, section, table
 
-# Operations that are drawn, about 350 kB of them; more would make the page slow.
+# The largest number of operations to draw (about 350 kB); more makes the page slow.
 MAX_DRAWN = 2100
 TEXT_WIDTH = 110
-# The picture stands for itself on white; here it takes the colours of the page.
+# Replaces the colors of the stand-alone picture by those of the page.
 THEME = {
     f'fill="{picture.PAPER}" stroke="{picture.RULE}"': (
         'fill="var(--card)" stroke="var(--rule)"'
@@ -25,7 +25,7 @@ THEME = {
 
 
 def pipeline(run: RunFiles) -> str:
-    """Returns the section of the last part of the run; nothing without a pipeline."""
+    """Returns the section on the latest schedule of the run; "" without a pipeline."""
     if run.pipeline is None:
         return ""
     found = run.pipeline
@@ -38,36 +38,34 @@ def pipeline(run: RunFiles) -> str:
         ["Stages × chunks", f"{schedule.num_stages} × {schedule.num_chunks}"],
         ["Microbatches", f"{schedule.num_microbatches}, {chosen}"],
         ["Bubble, simulated", f"{100 * found['bubble']:.1f} %"],
-        ["Executed over useful work", f"{found['ratio']:.3f}"],
-        ["Saved inputs a stage", f"at most {found['slots']}"],
+        ["Executed / useful work", f"{found['ratio']:.3f}"],
+        ["Saved inputs per stage", f"at most {found['slots']}"],
         ["Remat", code(found["remat"])],
-        ["Weights gathered", f"once a {escape(found['gather'])}"],
+        ["Weights gathered", f"once per {escape(found['gather'])}"],
         *_measured(run, found),
     ]
     cost = found["ideal"] / schedule.num_microbatches - 1
-    words = (
-        "The bubble is computed from the schedule alone: all stages keep step, so a "
-        f"tick costs every stage 1 if any does a forward and {cost:g} if any does a "
-        "backward, and the bubble is the share of this cost at which a stage has no "
+    note = (
+        "The bubble is computed from the schedule alone: stages run in lockstep, so a "
+        f"tick costs every stage 1 if any runs a forward and {cost:g} if any runs a "
+        "backward. The bubble is the share of that cost during which a stage has no "
         "microbatch."
     )
     facts = table(["Property", "Value"], rows)
-    return section(
-        "Pipeline", f'{_picture(schedule)}{facts}<p class="note">{words}</p>'
-    )
+    return section("Pipeline", f'{_picture(schedule)}{facts}<p class="note">{note}</p>')
 
 
 def _measured(run: RunFiles, found: dict[str, Any]) -> list[list[str]]:
-    """Returns the measured step time and its bubble, of the steps by this schedule."""
+    """Returns the measured step time and the bubble's share of it."""
     median = median_step_seconds(run.train, found["start"])
     if median is None:
         return [["Step time, measured", "not yet"]]
     return [
         ["Step time, measured", f"{_seconds(median)}, the median"],
         [
-            "Of it bubble",
-            f"{_seconds(median * found['bubble'])}, if every tick takes its simulated "
-            "share",
+            "Bubble",
+            f"{_seconds(median * found['bubble'])} of it, if every tick takes its "
+            "simulated share",
         ],
     ]
 
@@ -77,7 +75,7 @@ def _seconds(value: float) -> str:
 
 
 def _picture(schedule: Schedule) -> str:
-    """Returns the picture, or of a large schedule its first and last ticks."""
+    """Returns the picture or, for a large schedule, its first and last ticks."""
     S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     if 2 * S * M * R <= MAX_DRAWN:
         drawn = picture.svg(schedule)
@@ -92,5 +90,5 @@ def _picture(schedule: Schedule) -> str:
     drawn = escape(picture.text(schedule, TEXT_WIDTH))
     return (
         f'<div class="schedule"><pre tabindex="0">{drawn}</pre></div>'
-        f'<p class="note">All of it: {code(command)}</p>'
+        f'<p class="note">The full schedule: {code(command)}</p>'
     )

@@ -1,4 +1,4 @@
-"""The head of a report: the state of the run and its result in a few figures."""
+"""The header of a report: the status of the run and its key numbers."""
 
 from html import escape
 from typing import Any
@@ -15,7 +15,7 @@ _MAX_HELD_OUT = 3
 
 
 def header(run: RunFiles) -> str:
-    """Returns the name, the state, what needs attention, and the figures."""
+    """Returns the name, the status, any warning, and the key numbers."""
     step, total = run.last_step, run.total_steps
     if run.is_complete:
         state = f"<b>Complete</b>: {step} steps"
@@ -44,13 +44,13 @@ def _warning(run: RunFiles) -> str:
         return ""
     which = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
     return (
-        f'<p class="warning">The loss is not finite at {which}: a gap and a dashed '
-        "line in the charts.</p>"
+        f'<p class="warning">The loss is not finite at {which}, shown as a gap and a '
+        "dashed line in the charts.</p>"
     )
 
 
 def _training(run: RunFiles) -> list[Figure]:
-    """Returns the loss at the end: a mean, because single batches differ."""
+    """Returns the final loss, as a mean because single batches vary."""
     found = columns(run.train).get("loss")
     if found is None:
         return []
@@ -60,12 +60,12 @@ def _training(run: RunFiles) -> list[Figure]:
     note = f"at step {steps[-1]}"
     if len(steps) > 1:
         last = short_number(float(values[-1]))
-        note = f"mean of steps {steps[0]} to {steps[-1]}; the last one {last}"
+        note = f"mean of steps {steps[0]} to {steps[-1]}; latest {last}"
     return [("Training loss", mean, note)]
 
 
 def _scores(rows: list[dict[str, Any]], loss: str, split: str) -> list[Figure]:
-    """Returns the figures of the evaluation with the lowest loss."""
+    """Returns the numbers of the evaluation with the lowest loss."""
     scored = [row for row in rows if np.isfinite(row.get("loss", np.nan))]
     if not scored:
         return []

@@ -1,4 +1,4 @@
-"""The parts of a report as HTML. Every text from a file is escaped here."""
+"""The sections of a report as HTML. All text from files is escaped here."""
 
 import json
 import re
@@ -21,9 +21,9 @@ _FROM_ZERO = ("learning_rate", "grad_norm", "step_s")
 
 
 def curves(run: RunFiles) -> str:
-    """Returns all charts: the loss first, then the evaluation, then the rest."""
+    """Returns all charts: loss first, then evaluation metrics, then the rest."""
     if not run.train:
-        return section("Curves", absent("No step was recorded yet."))
+        return section("Curves", absent("No steps recorded yet."))
     train, evals, last = columns(run.train), columns(run.evals), run.last_step
     step_time = _step_time(run)
     for name in ("step_s", "bubble"):
@@ -62,9 +62,10 @@ def curves(run: RunFiles) -> str:
 
 
 def _step_time(run: RunFiles) -> tuple[Curve, ...]:
-    """Returns the step time and, for steps by a pipeline, the part that is bubble.
+    """Returns the step time and, for pipelined steps, the bubble's share of it.
 
-    Without a pipeline it is the throughput turned over, which needs no second chart.
+    Without a pipeline the step time is the inverse of the throughput, which needs no
+    second chart.
     """
     rows = [row for row in run.train if {"step_s", "bubble"} <= row.keys()]
     if not rows:
@@ -73,7 +74,7 @@ def _step_time(run: RunFiles) -> tuple[Curve, ...]:
     lost = np.array([row["step_s"] * row["bubble"] for row in rows])
     return (
         *_with_mean("measured", *columns(run.train)["step_s"]),
-        _evaluation("of it bubble, simulated", steps, lost),
+        _evaluation("bubble, simulated", steps, lost),
     )
 
 
@@ -92,7 +93,7 @@ def _evaluation(label: str, steps: np.ndarray, values: np.ndarray) -> Curve:
 
 
 def _with_mean(label: str, steps: np.ndarray, values: np.ndarray) -> tuple[Curve, ...]:
-    """Returns the raw curve and, where it is long enough, a smoothed one on it."""
+    """Returns the raw curve and, if it is long enough, a smoothed one on top."""
     window = min(len(values) // 60, 250) * 2 + 1
     if window < 5:
         return (Curve(label=label, style="mean", steps=steps, values=values),)
@@ -106,7 +107,7 @@ def _with_mean(label: str, steps: np.ndarray, values: np.ndarray) -> tuple[Curve
 
 
 def configuration(run: RunFiles) -> str:
-    """Returns every value with its origin, at first only what is not a default."""
+    """Returns every value with its origin; defaults are hidden at first."""
     html = ""
     if run.config is not None:
         rows, changed = [], []
@@ -119,7 +120,7 @@ def configuration(run: RunFiles) -> str:
             '<div class="config"><div class="tools"><input type="search" '
             'id="config-filter" placeholder="Filter" aria-label="Filter the '
             'configuration"><label class="switch"><input type="checkbox" '
-            'class="changed-switch" checked>only what differs from the defaults '
+            'class="changed-switch" checked>only non-default values '
             f"({sum(changed)} of {len(changed)})</label></div>"
             f"{table(['Name', 'Value', 'Origin'], rows, marked=changed)}</div>"
         )

@@ -1,4 +1,4 @@
-"""Tables and small pieces of HTML that the sections of a report are made of."""
+"""Tables and small HTML snippets for the sections of a report."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ def section(title: str, html: str) -> str:
 
 
 def absent(text: str) -> str:
-    """Returns a line for what a run folder does not hold."""
+    """Returns a line about something that a run folder does not contain."""
     return f'<p class="absent">{escape(text)}</p>'
 
 
@@ -20,7 +20,7 @@ def code(text: str | None) -> str:
 
 
 def plain_text(value: Any) -> str:
-    """Returns a JSON value as short text, not escaped."""
+    """Returns a JSON value as short, unescaped text."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(v, (str, int)) for v in value):
@@ -37,12 +37,14 @@ def table(
 ) -> str:
     """Returns an HTML table; cells are HTML, headings are text.
 
-    On a narrow page the cells of a row with more than two are stacked, each with its
-    heading, so that no table is wider than the page.
+    On a narrow page, tables of more than two columns stack the cells of a row, each
+    with its heading, so that no table is wider than the page.
 
     Args:
-      numbers: columns to align on the right.
-      marked: for each row whether it stands out; empty for none.
+      headings: the column headings.
+      rows: the cells of each row.
+      numbers: the columns to right-align.
+      marked: whether to highlight each row; empty highlights none.
     """
     kinds = [' class="number"' if i in numbers else "" for i in range(len(headings))]
     head = "".join(

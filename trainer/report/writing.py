@@ -1,4 +1,4 @@
-"""One HTML file that shows a run: `meshloom report RUN`."""
+"""Writes the HTML report of a run: `meshloom report RUN`."""
 
 import datetime
 from pathlib import Path
@@ -17,13 +17,14 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     """Writes the report of a run folder and returns its path.
 
     Args:
-      output: the file to write; `report.html` in the run folder if not given.
+      run: the run folder.
+      output: the file to write; defaults to `report.html` in the run folder.
     """
     content = read_run(run)
     output = Path(run) / "report.html" if output is None else Path(output)
     if not output.parent.is_dir():
         raise ValueError(
-            f"report {output}: the folder {output.parent} is not there; make it first"
+            f"report {output}: folder {output.parent} does not exist; create it first"
         )
     now = datetime.datetime.now(datetime.UTC)
     body = [
@@ -44,6 +45,6 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 def _footer(run: RunFiles, now: datetime.datetime) -> str:
     missing = ""
     if run.missing:
-        missing = f"<p>Not in this run folder: {', '.join(run.missing)}.</p>"
+        missing = f"<p>Missing from this run folder: {', '.join(run.missing)}.</p>"
     written = f"<p>Written {now:%Y-%m-%d %H:%M} UTC by meshloom report.</p>"
     return f"<footer>{missing}{written}</footer>"

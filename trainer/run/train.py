@@ -263,7 +263,7 @@ def _begin(
     with ledger.held():
         if record.processes:
             hosts, seconds = record.hosts, record.seconds
-            ledger.event("rollcall", hosts=hosts, seconds=seconds)
+            ledger.event("preflight", hosts=hosts, seconds=seconds)
         position = run.begin()
         folder.write_config(config_tree.to_json(prepared.config, origins), config_text)
         assert prepared.identity is not None

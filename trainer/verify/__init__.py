@@ -1,1 +1,1 @@
-"""Proof that a run recovers exactly: certificates, drills, soaks."""
+"""Proof that a run recovers exactly: certificates, fault drills and soaks."""

@@ -1,8 +1,8 @@
-"""What a certificate says of one resumed run, judged by two run folders alone.
+"""Compares a resumed run with an uninterrupted one, from their run folders alone.
 
-Three levels: `state`, the arrays that training went on with are those that were saved;
-`data`, each step had the samples of the uninterrupted run; `trajectory`, the losses
-after the resume are equal bit for bit on the same mesh, and close on another.
+There are three levels. `state`: the restored arrays are the ones that were saved.
+`data`: every step used the samples of the uninterrupted run. `trajectory`: after the
+resume the losses are bit-equal on the same mesh, and within a tolerance on another.
 """
 
 import dataclasses
@@ -23,21 +23,22 @@ LEVELS = ("state", "data", "trajectory")
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """One level of one mesh.
+    """One level of the comparison on one mesh.
 
     Attributes:
-      words: for the table if it passed; otherwise what is wrong.
-      facts: digests and figures, for the JSON.
+      passed: whether the level holds.
+      summary: the table cell if the level passed, otherwise what is wrong.
+      facts: digests and numbers for the JSON document.
     """
 
     passed: bool
-    words: str
+    summary: str
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One mesh; `levels` are those of LEVELS."""
+class MeshResult:
+    """The result on one mesh, with one entry in `levels` for each of LEVELS."""
 
     mesh: str
     devices: int
@@ -51,7 +52,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         levels = {
-            name: {"passed": level.passed, "words": level.words, **level.facts}
+            name: {"passed": level.passed, "words": level.summary, **level.facts}
             for name, level in self.levels.items()
         }
         return {
@@ -67,11 +68,18 @@ class Row:
 def judge(
     reference: Path, resumed: Path, *, save_at: int, steps: int, drift: float | None
 ) -> dict[str, Level]:
-    """The levels of a run that was resumed at `save_at` and trained to `steps`.
+    """Judges a run that was resumed at step `save_at` and trained to `steps`.
 
     Args:
-      reference: the folder of the run without interruption.
-      drift: the largest relative difference of a loss; None asks for equal bits.
+      reference: the folder of the uninterrupted run.
+      resumed: the folder of the resumed run.
+      save_at: the step that was restored.
+      steps: the last step of both runs.
+      drift: the largest relative difference allowed in a loss; None requires
+        bit-equal losses and final state.
+
+    Returns:
+      The result of each level, keyed by its name.
     """
     return {
         "state": _state(reference, resumed, save_at),
@@ -81,29 +89,31 @@ def judge(
 
 
 def failed(reason: str) -> dict[str, Level]:
-    """The levels of a run that came to no end."""
+    """Returns the levels of a run that did not finish: all failed for `reason`."""
     return {name: Level(False, reason) for name in LEVELS}
 
 
 def state_at(folder: Path, step: int) -> str:
-    """The digest of the state of a run as it was saved, before it was written."""
+    """Returns the digest that was taken of a run's state before it was written."""
     return manifest.state_digest(manifest.read(RunFolder(folder).checkpoints, step))
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The meshes, and below them what is wrong, if anything."""
+def table(results: Sequence[MeshResult]) -> str:
+    """Formats one line per mesh, followed by the reason of each failure."""
     cells: list[Sequence[str]] = [("mesh", "devices", "processes", *LEVELS, "seconds")]
-    for row in rows:
-        words = (x.words if x.passed else "FAILED" for x in row.levels.values())
-        counts = (str(row.devices), str(row.processes))
-        cells.append((row.mesh, *counts, *words, f"{row.seconds:.1f}"))
+    for result in results:
+        levels = result.levels.values()
+        summaries = (x.summary if x.passed else "FAILED" for x in levels)
+        counts = (str(result.devices), str(result.processes))
+        cells.append((result.mesh, *counts, *summaries, f"{result.seconds:.1f}"))
     lines = [align(cells, right=(1, 2, 6))]
-    for row in rows:
-        wrong = {k: x.words for k, x in row.levels.items() if not x.passed}
+    for result in results:
+        mesh = result.mesh
+        wrong = {k: x.summary for k, x in result.levels.items() if not x.passed}
         if len(set(wrong.values())) == 1 and len(wrong) == len(LEVELS):
-            lines.append(f"{row.mesh}: {wrong['state']}")
+            lines.append(f"{mesh}: {wrong['state']}")
         else:
-            lines += [f"{row.mesh}, {name}: {text}" for name, text in wrong.items()]
+            lines += [f"{mesh}, {name}: {text}" for name, text in wrong.items()]
     return "\n".join(lines)
 
 
@@ -115,21 +125,21 @@ def _state(reference: Path, resumed: Path, save_at: int) -> Level:
     if not restores:
         kinds = ("set_aside", "anew")
         aside = [row["reason"] for row in events[last:] if row["event"] in kinds]
-        why = aside[0] if aside else "the run began anew"
+        why = aside[0] if aside else "the run started from scratch"
         return Level(False, f"nothing was restored: {why}", {"saved": saved})
     found = restores[0]
     facts = {"saved": saved, "restored": found["state"]}
     if found["step"] != save_at:
-        words = f"step {found['step']} was restored, expected {save_at}"
-        return Level(False, words, facts)
+        problem = f"restored step {found['step']}, expected {save_at}"
+        return Level(False, problem, facts)
     if found["state"] != saved:
-        words = f"digest {found['state']} after the restore, {saved} before the save"
-        return Level(False, words, facts)
+        problem = f"restored digest {found['state']} differs from saved digest {saved}"
+        return Level(False, problem, facts)
     return Level(True, "exact", facts)
 
 
 def data_level(reference: Path, resumed: Path, steps: int) -> Level:
-    """Whether steps 1 to `steps` had the same samples, and each sample one step."""
+    """Checks that steps 1 to `steps` used the same samples, each exactly once."""
     here, there = audit(resumed), audit(reference)
     for name, found in (("resumed", here), ("reference", there)):
         if found.faults:
@@ -141,8 +151,8 @@ def data_level(reference: Path, resumed: Path, steps: int) -> Level:
     facts = {"steps": len(ours)}
     for step in range(1, steps + 1):
         if (mine := ours.get(step)) != (other := theirs.get(step)):
-            words = f"step {step} has {_batch(mine)}, in the reference {_batch(other)}"
-            return Level(False, words, facts)
+            problem = f"step {step} has {_batch(mine)}, the reference {_batch(other)}"
+            return Level(False, problem, facts)
     return Level(True, "exact", facts)
 
 
@@ -150,7 +160,7 @@ def _batch(found: tuple[int, str, bool] | None) -> str:
     if found is None:
         return "no row in the ledger"
     batch, samples, skipped = found
-    return f"batch {batch} with samples {samples}{', left out' if skipped else ''}"
+    return f"batch {batch} with samples {samples}{', skipped' if skipped else ''}"
 
 
 def _trajectory(
@@ -158,39 +168,43 @@ def _trajectory(
 ) -> Level:
     largest, at = largest_drift(reference, resumed, range(save_at + 1, steps + 1))
     if largest is None:
-        return Level(False, f"metrics.jsonl has no loss of step {at}")
+        return Level(False, f"metrics.jsonl has no loss for step {at}")
     facts = {
         "largest_drift": largest if math.isfinite(largest) else None,
         "at_step": at if largest else None,
         "bit_equal": largest == 0,
         "final_state": state_at(resumed, steps),
     }
-    words = f"{largest:.1e} at step {at}" if largest else "losses equal"
+    summary = f"{largest:.1e} at step {at}" if largest else "losses equal"
     if drift is not None:
         if not largest <= drift:
-            words = f"the loss differs by {words}, allowed is {drift:.1e}"
-        return Level(largest <= drift, words, facts)
+            summary = f"the loss differs by {summary}, more than --drift {drift:.1e}"
+        return Level(largest <= drift, summary, facts)
     if largest:
-        return Level(False, f"same mesh, but the loss differs by {words}", facts)
+        return Level(False, f"same mesh, but the loss differs by {summary}", facts)
     if facts["final_state"] != (expected := state_at(reference, steps)):
-        words = (
-            f"same mesh and losses, but the last state has digest "
-            f"{facts['final_state']}, in the reference {expected}"
+        problem = (
+            f"same mesh and losses, but the final state has digest "
+            f"{facts['final_state']}, the reference {expected}"
         )
-        return Level(False, words, facts)
+        return Level(False, problem, facts)
     return Level(True, "bit-equal", facts)
 
 
 def largest_drift(
     reference: Path, resumed: Path, steps: range
 ) -> tuple[float | None, int]:
-    """Of the losses, relative, and at which step; (None, step) where one is missing."""
+    """Finds the largest relative difference between the losses of two runs.
+
+    Returns:
+      The difference and its step, or (None, step) for the first step without a loss.
+    """
     ours, theirs = _losses(resumed), _losses(reference)
     for step in steps:
         if step not in ours or step not in theirs:
             return None, step
-    apart = [(_relative(theirs[step], ours[step]), -step) for step in steps]
-    largest, at = max(apart)
+    differences = [(_relative(theirs[step], ours[step]), -step) for step in steps]
+    largest, at = max(differences)
     return largest, -at
 
 
@@ -199,7 +213,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 def _relative(expected: float, found: float) -> float:
-    """0 for equal bits, and infinite where the difference is no number."""
+    """Returns 0 for equal bits, and infinity where the difference is not finite."""
     if float(expected).hex() == float(found).hex():
         return 0.0
     gap = abs(found - expected)

@@ -1,8 +1,8 @@
 """`meshloom certify`: proof that a run continues exactly on other meshes.
 
-A reference is trained without interruption and saves on its way. For each mesh a copy
-of its folder, as it stood at that save, is continued to the end. All runs are real
-processes of `meshloom train`; the verdicts are taken from what they leave on disk.
+A reference run trains without interruption and saves a checkpoint on the way. For each
+mesh, a copy of its folder as of that checkpoint is resumed and trained to the end. All
+runs are real `meshloom train` processes, and are judged by what they leave on disk.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ from ..record.run_folder import CONFIG_GIN, CONFIG_JSON, PACKAGES, RunFolder
 from ..run.prepare import prepare
 from ..run.train import Config
 from . import certificate
-from .certify_meshes import Machine, Target, find_machine
+from .certify_meshes import Machine, ProcessMesh, find_machine
 
 FILE = "certificate.json"
-# What only costs time here; the checkpoint to continue from must be kept.
+# Switches off what only costs time here, and keeps the checkpoint to resume from.
 SETTINGS = (
     "eval_batches=0",
     "sample_prompt=None",
@@ -47,128 +47,132 @@ SETTINGS = (
 
 
 class RunFailed(Exception):
-    """The reference came to no end, so nothing can be compared with it."""
+    """The reference run did not finish, so there is nothing to compare with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certify:
-    """What is to be certified, and how.
+    """A certification: the config, the meshes and the tolerances.
 
     Attributes:
-      configs, sets: as --config and --set of `meshloom train`.
-      targets: the reference is trained on the first.
-      drift: largest relative difference of a loss on another mesh.
-      seconds: after which a run is killed.
+      configs: the values of --config, as for `meshloom train`.
+      sets: the values of --set, as for `meshloom train`.
+      meshes: the meshes to certify; the reference is trained on the first.
+      workdir: a new folder for the runs.
+      steps: the number of steps of every run.
+      save_at: the step to resume from.
+      drift: the largest relative difference allowed in a loss on another mesh.
+      seconds: the time limit of a run; it is killed after that.
+      log: receives one line of progress at a time.
     """
 
     configs: tuple[str, ...]
     sets: tuple[str, ...]
-    targets: tuple[Target, ...]
+    meshes: tuple[ProcessMesh, ...]
     workdir: Path
     steps: int = 20
     save_at: int = 10
     drift: float = 1e-5
     seconds: float = 1800.0
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
 
     def __post_init__(self):
         if not 1 <= self.save_at < self.steps:
             raise ValueError(
-                f"--save-at {self.save_at} must be at least 1 and less than --steps "
-                f"{self.steps}, so that steps follow"
+                f"--save-at {self.save_at} must be >= 1 and < --steps {self.steps}"
             )
         if not self.drift >= 0:
-            raise ValueError(f"--drift must not be negative, got {self.drift}")
+            raise ValueError(f"--drift must be >= 0, got {self.drift}")
         if not self.seconds > 0:
-            raise ValueError(f"--run-seconds must be positive, got {self.seconds}")
-        keys = [target.key for target in self.targets]
-        for target in self.targets:
-            if keys.count(target.key) > 1:
-                raise ValueError(f"mesh {target.text!r} is given twice; leave one out")
+            raise ValueError(f"--run-seconds must be > 0, got {self.seconds}")
+        keys = [mesh.key for mesh in self.meshes]
+        for mesh in self.meshes:
+            if keys.count(mesh.key) > 1:
+                raise ValueError(f"mesh {mesh.text!r} is given twice; remove one")
         if self.workdir.exists() and any(self.workdir.iterdir()):
             raise ValueError(
-                f"{self.workdir} is not empty. Remove it, or choose another --workdir."
+                f"{self.workdir} is not empty. Remove it, or pass another --workdir."
             )
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Our own, beside the user's."""
+        """The settings that certification adds to the user's."""
         return (*SETTINGS, f"save_every={self.save_at}")
 
     @functools.cached_property
     def machine(self) -> Machine:
         platforms = os.environ.get("JAX_PLATFORMS", "")
-        return find_machine(self.targets, self.say, platforms)
+        return find_machine(self.meshes, self.log, platforms)
 
     @property
     def reference(self) -> Path:
         return self.workdir / "reference"
 
     def check(self) -> Config:
-        """The config, checked on every mesh as `train --dry-run` does.
+        """Checks the config on every mesh, as `train --dry-run` does, and returns it.
 
-        Needs as many devices in this process as the largest mesh.
+        This process needs as many devices as the largest mesh.
         """
         sets = (*self.sets, *self.settings)
         loaded = config_files.load(self.configs, sets, root=Config)
         loaded = config_files.override(loaded, "num_steps", self.steps, "--steps")
-        for target in self.targets:
-            # Slices are processes here, which this process has no others of.
-            spec = dataclasses.replace(target.spec, dcn=None)
+        for mesh in self.meshes:
+            # Slices are separate processes here, and this is a single process.
+            spec = dataclasses.replace(mesh.spec, dcn=None)
             config = config_files.override(loaded, "mesh", spec, "--meshes").config
             try:
-                prepare(config, jax.devices()[: target.devices])
+                prepare(config, jax.devices()[: mesh.devices])
             except ValueError as error:
-                raise ValueError(f"mesh {target.text!r}: {error}") from error
+                raise ValueError(f"mesh {mesh.text!r}: {error}") from error
         return loaded.config
 
     def run(self) -> dict[str, Any]:
-        """Trains, resumes and judges; the certificate, which is written too."""
+        """Trains, resumes and judges; writes the certificate and returns it."""
         config = self.check()
         dtype = getattr(config.model, "compute_dtype", "float32")
-        self.say(f"All runs with --set {' --set '.join(self.settings)}")
+        self.log(f"All runs use --set {' --set '.join(self.settings)}")
         if dtype != "float32":
-            self.say(
+            self.log(
                 f"note: the model computes in {dtype}; a drift of {self.drift:g} is "
-                "promised for float32 only"
+                "only guaranteed for float32"
             )
-        first = self.targets[0]
-        self.say(f"reference: {first.text}, steps 1 to {self.steps} ...")
+        first = self.meshes[0]
+        self.log(f"reference: {first.text}, steps 1 to {self.steps} ...")
         outcome = self._train(first, self.reference)
         if outcome.reason:
-            raise RunFailed(f"the reference on {first.text}: {outcome.reason}")
+            raise RunFailed(f"reference run on {first.text}: {outcome.reason}")
         if self.save_at not in committed_steps(RunFolder(self.reference).checkpoints):
             raise RunFailed(
-                f"the reference saved nothing at step {self.save_at}; its log is in "
+                f"the reference run saved no checkpoint at step {self.save_at}; see "
                 f"{self.reference / 'logs'}"
             )
         for row in Ledger(self.reference, is_writer=False).read():
             if row["event"] in ("restore", "rewind"):
                 raise RunFailed(
-                    f"the reference went back to step {row['step']} ({row['event']}), "
-                    "so it is not one without interruption. Choose --steps or a "
-                    "config with which no step fails."
+                    f"the reference run went back to step {row['step']} "
+                    f"({row['event']}), so it was not uninterrupted. Choose --steps "
+                    "or a config for which no step fails."
                 )
-        rows = []
-        for number, target in enumerate(self.targets, start=1):
-            where = f"mesh {number} of {len(self.targets)}: {target.text}"
-            self.say(f"{where}, from step {self.save_at} to {self.steps} ...")
-            name = re.sub(r"\W+", "-", target.text)
+        results = []
+        for number, mesh in enumerate(self.meshes, start=1):
+            where = f"mesh {number} of {len(self.meshes)}: {mesh.text}"
+            self.log(f"{where}, from step {self.save_at} to {self.steps} ...")
+            name = re.sub(r"\W+", "-", mesh.text)
             folder = self.workdir / f"{number}-{name}"
             copy_at(self.reference, folder, self.save_at)
-            rows.append(self.resume(target, folder))
-        document = self._document(rows, config, dtype, outcome.seconds)
+            results.append(self.resume(mesh, folder))
+        document = self._document(results, config, dtype, outcome.seconds)
         metrics.replace_text(self.workdir / FILE, json.dumps(document, indent=1) + "\n")
-        self.say(certificate.table(rows))
+        self.log(certificate.table(results))
         return document
 
-    def resume(self, target: Target, folder: Path) -> certificate.Row:
-        """Continues the copy of the reference in `folder` to the end, and judges it."""
-        outcome = self._train(target, folder)
+    def resume(self, mesh: ProcessMesh, folder: Path) -> certificate.MeshResult:
+        """Resumes the copy of the reference in `folder` on a mesh, and judges it."""
+        outcome = self._train(mesh, folder)
         if outcome.reason:
             levels = certificate.failed(f"{outcome.reason} ({folder / 'logs'})")
         else:
-            is_same = target.key == self.targets[0].key
+            is_same = mesh.key == self.meshes[0].key
             levels = certificate.judge(
                 self.reference,
                 folder,
@@ -176,35 +180,35 @@ class Certify:
                 steps=self.steps,
                 drift=None if is_same else self.drift,
             )
-        counts = (target.devices, target.processes)
-        return certificate.Row(target.text, *counts, outcome.seconds, levels)
+        counts = (mesh.devices, mesh.processes)
+        return certificate.MeshResult(mesh.text, *counts, outcome.seconds, levels)
 
-    def _train(self, target: Target, folder: Path) -> once.Outcome:
+    def _train(self, mesh: ProcessMesh, folder: Path) -> once.Outcome:
         sets = (*self.sets, *self.settings)
         command = [
             *(sys.executable, "-P", "-m", "meshloom.trainer.cli", "train"),
             *(f"--config={name}" for name in self.configs),
             *(f"--set={text}" for text in sets),
-            f"--mesh={target.spec if target.devices > 1 else 'data=1'}",
+            f"--mesh={mesh.spec if mesh.devices > 1 else 'data=1'}",
             f"--steps={self.steps}",
             f"--workdir={folder}",
         ]
-        envs = self.machine.environments(target, free_port(set()))
+        envs = self.machine.environments(mesh, free_port(set()))
         outcome = once.run(command, envs, folder / "logs", seconds=self.seconds)
         if outcome.is_bad_input:
-            raise ValueError(f"mesh {target.text!r}: {outcome.reason}")
+            raise ValueError(f"mesh {mesh.text!r}: {outcome.reason}")
         return outcome
 
     def _document(
         self,
-        rows: Sequence[certificate.Row],
+        results: Sequence[certificate.MeshResult],
         config: Config,
         dtype: str,
         seconds: float,
     ) -> dict[str, Any]:
         ran_on = json.loads((self.reference / "environment.json").read_text())
         kept = (*PACKAGES, "meshloom", "python", "platform", "device_kind", "xla_flags")
-        first = self.targets[0]
+        first = self.meshes[0]
         return {
             "format": 1,
             "time": time.time(),
@@ -224,15 +228,15 @@ class Certify:
                 "saved_state": certificate.state_at(self.reference, self.save_at),
                 "final_state": certificate.state_at(self.reference, self.steps),
             },
-            "meshes": [row.to_json() for row in rows],
-            "passed": all(row.passed for row in rows),
+            "meshes": [result.to_json() for result in results],
+            "passed": all(result.passed for result in results),
         }
 
 
 def copy_at(reference: Path, folder: Path, step: int) -> None:
-    """A copy of a run folder as it stood when `step` was saved: nothing later.
+    """Copies a run folder as of the checkpoint of `step`, without anything later.
 
-    The run must have gone through without going back.
+    The run must not have gone back to an earlier step.
     """
     (folder / "checkpoints").mkdir(parents=True)
     for name in (CONFIG_JSON, CONFIG_GIN, "metrics.jsonl"):
@@ -243,7 +247,7 @@ def copy_at(reference: Path, folder: Path, step: int) -> None:
     kept = [
         json.dumps(row) + "\n"
         for row in metrics.read(reference / LEDGER)
-        # Rows of steps come later than events of the same steps, so order is no guide.
+        # A step's row may follow events of later steps, so select by step, not order.
         if row.get("step", 0) <= step and row["event"] != "done"
     ]
     (folder / LEDGER).write_text("".join(kept))

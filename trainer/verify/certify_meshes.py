@@ -1,4 +1,4 @@
-"""The meshes of a certificate, and the devices of this machine that they run on."""
+"""The meshes of a certificate, and the local devices that they run on."""
 
 import dataclasses
 import math
@@ -15,35 +15,35 @@ PROBE_SECONDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """A mesh and the number of processes that its devices are divided among."""
+class ProcessMesh:
+    """A mesh and the number of processes that its devices are split across."""
 
     text: str
     spec: MeshSpec
     processes: int
 
     @classmethod
-    def parse(cls, text: str) -> "Target":
-        """Reads "data=2,tensor=2", or "data=4@2" for two processes."""
+    def parse(cls, text: str) -> "ProcessMesh":
+        """Parses "data=2,tensor=2", or "data=4@2" for two processes."""
         sizes, at, count = text.partition("@")
         if at and not (count.isdigit() and int(count) > 0):
             raise ValueError(
-                f"mesh {text!r}: expected a number of processes after @, found "
-                f"{count!r}. Write it as data=4@2."
+                f"mesh {text!r}: expected a number of processes after @, got "
+                f"{count!r}. Example: data=4@2."
             )
         spec = MeshSpec.parse(sizes)
         if -1 in (getattr(spec, axis) for axis in AXES):
             raise ValueError(
-                f"mesh {text!r}: a certificate is of one mesh, so no axis may be -1. "
-                "Write its size."
+                f"mesh {text!r}: every axis needs an explicit size here, -1 is not "
+                "allowed"
             )
-        target = cls(text, spec, int(count or 1))
-        if target.devices % target.processes:
+        mesh = cls(text, spec, int(count or 1))
+        if mesh.devices % mesh.processes:
             raise ValueError(
-                f"mesh {text!r}: its {target.devices} devices cannot be divided among "
-                f"{target.processes} processes. Take a number that divides them."
+                f"mesh {text!r}: its {mesh.devices} devices cannot be split evenly "
+                f"across {mesh.processes} processes"
             )
-        return target
+        return mesh
 
     @property
     def devices(self) -> int:
@@ -56,21 +56,21 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where the runs are: "cpu" has as many devices as are asked for."""
+    """The devices that the runs use; "cpu" provides as many as a mesh needs."""
 
     platform: str = "cpu"
     devices: int = 0
 
-    def environments(self, target: Target, port: int) -> list[dict[str, str]]:
-        """What each process of a run is told."""
-        each = target.devices // target.processes
+    def environments(self, mesh: ProcessMesh, port: int) -> list[dict[str, str]]:
+        """Returns the environment variables of each process of a run."""
+        each = mesh.devices // mesh.processes
         envs = local.environments(
-            target.processes,
+            mesh.processes,
             port,
             cpu_devices=each if self.platform == "cpu" else None,
         )
         for number, env in enumerate(envs):
-            if target.processes == 1:
+            if mesh.processes == 1:
                 for name in ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID"):
                     del env[f"MESHLOOM_{name}"]
             if self.platform == "gpu":
@@ -81,16 +81,18 @@ class Machine:
 
 
 def find_machine(
-    targets: Sequence[Target], say: Callable[[str], None], platforms: str
+    meshes: Sequence[ProcessMesh], log: Callable[[str], None], platforms: str
 ) -> Machine:
-    """The accelerators of this machine if all runs fit on them; otherwise the CPU.
+    """Returns the local accelerators if all runs fit on them, otherwise the CPU.
 
     Args:
-      platforms: the variable JAX_PLATFORMS; "cpu" asks for the CPU.
+      meshes: the meshes of all runs.
+      log: receives a line if accelerators are left unused.
+      platforms: the value of JAX_PLATFORMS; "cpu" selects the CPU.
     """
     if platforms == "cpu":
         return Machine()
-    # Not in this process, which would hold the devices that the runs need.
+    # In a subprocess, because this one would hold on to devices the runs need.
     found = subprocess.run(
         [sys.executable, "-P", "-c", PROBE],
         stdin=subprocess.DEVNULL,
@@ -100,26 +102,27 @@ def find_machine(
     )
     if found.returncode:
         raise ValueError(
-            "jax finds no devices on this machine: "
-            f"{(found.stderr.strip().splitlines() or ['it says nothing'])[-1]}. Mend "
+            "jax found no devices on this machine: "
+            f"{(found.stderr.strip().splitlines() or ['no error output'])[-1]}. Fix "
             "that, or set JAX_PLATFORMS=cpu."
         )
     platform, count = found.stdout.split()[-2:]
-    return choose(platform, int(count), targets, say)
+    return choose_machine(platform, int(count), meshes, log)
 
 
-def choose(
-    platform: str, count: int, targets: Sequence[Target], say: Callable[[str], None]
+def choose_machine(
+    platform: str, count: int, meshes: Sequence[ProcessMesh], log: Callable[[str], None]
 ) -> Machine:
+    """Selects the accelerators, or the CPU if a mesh does not fit on them."""
     if platform == "cpu":
         return Machine()
-    for target in targets:
-        if target.devices > count:
-            why = f"mesh {target.text} needs {target.devices}"
-        elif platform != "gpu" and (target.devices, target.processes) != (count, 1):
-            why = f"mesh {target.text} is not all of them in one process"
+    for mesh in meshes:
+        if mesh.devices > count:
+            why = f"mesh {mesh.text} needs {mesh.devices}"
+        elif platform != "gpu" and (mesh.devices, mesh.processes) != (count, 1):
+            why = f"mesh {mesh.text} does not use all of them in one process"
         else:
             continue
-        say(f"On the CPU: there are {count} {platform} devices, and {why}")
+        log(f"Using the CPU: there are {count} {platform} devices, but {why}")
         return Machine()
     return Machine(platform, count)

@@ -1,7 +1,7 @@
-"""Faults that befall a checkpoint on disk, made on purpose by drills and tests.
+"""Corrupts checkpoints on disk, for drills and tests.
 
-They strike where it matters: the files also hold bytes that nothing refers to any
-more, and no array changes when those do.
+The damage always hits array data: the files also contain stale bytes that nothing
+refers to, and changing those would change no array.
 """
 
 import os
@@ -13,48 +13,49 @@ from ..checkpoint.manager import STATE
 
 
 def flip_a_bit(step: Path) -> Path:
-    """Flips one bit of an array on disk; the file it was in."""
-    file, place = _middle_of_largest_piece(step)
+    """Flips one bit of an array on disk and returns the file that contains it."""
+    file, offset = _middle_of_largest_chunk(step)
     with file.open("r+b") as content:
-        content.seek(place)
+        content.seek(offset)
         (byte,) = content.read(1)
-        content.seek(place)
+        content.seek(offset)
         content.write(bytes([byte ^ 1]))
     return file
 
 
 def tear_a_file(step: Path) -> Path:
-    """Cuts a file off in the middle of an array, as a crash of the disk would."""
-    file, place = _middle_of_largest_piece(step)
-    os.truncate(file, place)
+    """Truncates a file in the middle of an array, as a crash would."""
+    file, offset = _middle_of_largest_chunk(step)
+    os.truncate(file, offset)
     return file
 
 
 def lose_a_file(step: Path) -> Path:
-    file, _ = _middle_of_largest_piece(step)
+    """Deletes a file that contains array data."""
+    file, _ = _middle_of_largest_chunk(step)
     file.unlink()
     return file
 
 
 def make_unreadable(step: Path) -> Path:
-    """Makes the system fail whoever opens a file of an array."""
+    """Makes opening a file of array data fail with an I/O error."""
     file = lose_a_file(step)
     file.symlink_to(file)
     return file
 
 
-def _middle_of_largest_piece(step: Path) -> tuple[Path, int]:
-    """The file and the place in it of the largest piece of an array.
+def _middle_of_largest_chunk(step: Path) -> tuple[Path, int]:
+    """Returns the file and the offset of the middle of the largest array chunk.
 
-    Small pieces are compressed together with the index; a large one stands in a file
-    as it is.
+    Small chunks are compressed together with the index; a large one is stored in a
+    file verbatim.
     """
     folder = Path(step).absolute() / STATE
     spec = {"driver": "ocdbt", "base": f"file://{folder}/"}
     store = tensorstore.KvStore.open(spec).result()
-    pieces = (store.read(key).result().value for key in store.list().result())
-    piece = max(pieces, key=len)
+    chunks = (store.read(key).result().value for key in store.list().result())
+    chunk = max(chunks, key=len)
     for file in folder.rglob("*"):
-        if file.is_file() and (start := file.read_bytes().find(piece)) >= 0:
-            return file, start + len(piece) // 2
-    raise ValueError(f"no file of {folder} holds its largest piece as it is")
+        if file.is_file() and (start := file.read_bytes().find(chunk)) >= 0:
+            return file, start + len(chunk) // 2
+    raise ValueError(f"no file in {folder} contains its largest chunk verbatim")

@@ -1,9 +1,9 @@
-"""`meshloom drill`: faults on real processes of this machine, against a run without.
+"""`meshloom drill`: injects faults into real processes and checks that jobs recover.
 
-A fault counts as recovered when the job comes back by itself (or, where a person must
-act, by the same command), ends, and what it has computed is what the run without faults
-has computed: the same state bit for bit, the same losses, the same samples in the same
-updates, none twice.
+A job has recovered from a fault if it resumes by itself (or, where the user must fix
+something first, when the same command is run again), finishes, and has computed what
+the run without faults computed: a bit-equal state, the same losses, and the same
+samples in the same updates, none of them twice.
 """
 
 import dataclasses
@@ -17,23 +17,27 @@ from ..record import ledger_audit
 from ..record.ledger import Ledger
 from . import certificate
 from .drill_faults import FAULTS, NEEDS_MOUNTS, ON_ANOTHER_MESH
-from .drill_job import Failed, Plan, running
+from .drill_job import Failed, JobSpec, running
 from .storage_faults import can_mount
 
-# Of losses on another mesh, over the first steps there, in float32.
+# Allowed relative difference of float32 losses over the first steps on another mesh.
 DRIFT, DRIFT_STEPS = 1e-5, 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a fault went.
+    """The outcome of one fault.
 
     Attributes:
-      seconds: from the fault to the next step that was new.
-      recomputed: steps that were done again.
-      mesh: of the job, with its number of processes.
-      problem: why it is not recovered; "" if it is.
-      skipped: why it could not be tried here; "" if it was.
+      fault: the name of the fault.
+      mesh: the mesh of the job, with its number of processes.
+      seconds: the time from the fault to the next step that was not done before.
+      recomputed: the number of steps that were done again.
+      state: how the final state compares with the run without faults.
+      data: how the samples compare.
+      losses: how the losses compare.
+      problem: why the job did not recover; "" if it did.
+      skipped: why the fault could not be injected here; "" if it was.
     """
 
     fault: str
@@ -51,79 +55,79 @@ class Result:
         return not self.problem and not self.skipped
 
 
-def reference(plan: Plan, folder: Path) -> None:
-    """Trains without a fault."""
-    with running(plan, folder) as job:
+def train_reference(spec: JobSpec, folder: Path) -> None:
+    """Trains without faults."""
+    with running(spec, folder) as job:
         if status := job.finish():
             raise ValueError(
-                f"the run without faults ended with status {status}; see {job.log}. "
-                "Fix that before a drill."
+                f"the run without faults exited with status {status}; see {job.log}. "
+                "Fix that before running a drill."
             )
 
 
 def run(
-    plan: Plan, workdir: Path, names: Iterable[str], say: Callable[[str], None]
+    spec: JobSpec, workdir: Path, names: Iterable[str], log: Callable[[str], None]
 ) -> list[Result]:
-    """Runs the faults one after the other; keeps the folders of those that failed."""
-    say(f"{plan.name}, without faults: {plan.num_steps} steps")
-    whole = workdir / "reference"
-    reference(plan, whole)
+    """Injects the faults one by one; keeps the folders of those that failed."""
+    log(f"{spec.name}, without faults: {spec.num_steps} steps")
+    reference = workdir / "reference"
+    train_reference(spec, reference)
     results = []
     for name in names:
         folder = workdir / name
-        result = _try(plan, name, folder, whole)
-        say(f"{name}: {_verdict(result)}")
+        result = _try(spec, name, folder, reference)
+        log(f"{name}: {_verdict(result)}")
         if result.recovered:
             shutil.rmtree(folder)
         results.append(result)
     return results
 
 
-def _try(plan: Plan, name: str, folder: Path, whole: Path) -> Result:
+def _try(spec: JobSpec, name: str, folder: Path, reference: Path) -> Result:
     if name in NEEDS_MOUNTS and not can_mount():
-        return Result(name, plan.name, skipped="nothing can be mounted here")
+        return Result(name, spec.name, skipped="cannot mount file systems here")
     try:
-        seconds = FAULTS[name](plan, folder)
+        seconds = FAULTS[name](spec, folder)
     except Failed as error:
-        return Result(name, plan.name, problem=str(error))
-    found = compare(folder, whole, same_mesh=name not in ON_ANOTHER_MESH)
-    return dataclasses.replace(found, fault=name, mesh=plan.name, seconds=seconds)
+        return Result(name, spec.name, problem=str(error))
+    found = compare(folder, reference, same_mesh=name not in ON_ANOTHER_MESH)
+    return dataclasses.replace(found, fault=name, mesh=spec.name, seconds=seconds)
 
 
-def compare(folder: Path, whole: Path, *, same_mesh: bool) -> Result:
-    """What a run that was struck has computed, against one that was not."""
+def compare(folder: Path, reference: Path, *, same_mesh: bool) -> Result:
+    """Compares what a run with faults computed with the run without."""
     found = ledger_audit.audit(folder)
-    steps = len(ledger_audit.audit(whole).history)
-    data = certificate.data_level(whole, folder, steps)
-    problems = [] if data.passed else [f"data: {data.words}"]
+    steps = len(ledger_audit.audit(reference).history)
+    data = certificate.data_level(reference, folder, steps)
+    problems = [] if data.passed else [f"data: {data.summary}"]
     if same_mesh:
-        states = {certificate.state_at(path, steps) for path in (folder, whole)}
+        states = {certificate.state_at(path, steps) for path in (folder, reference)}
         state = "bit-equal" if len(states) == 1 else "DIFFERS"
         compared, allowed = range(1, steps + 1), 0.0
     else:
         state = "other mesh"
         compared, allowed = _first_steps_elsewhere(folder, steps), DRIFT
     if state == "DIFFERS":
-        problems.append("the last state is another one")
-    drift, at = certificate.largest_drift(whole, folder, compared)
+        problems.append("the final state differs")
+    drift, at = certificate.largest_drift(reference, folder, compared)
     losses = f"{drift:.1e} at step {at}" if drift else "bit-equal"
     if drift is None:
-        losses = f"none of step {at}"
-        problems.append(f"metrics.jsonl has no loss of step {at}")
+        losses = f"none for step {at}"
+        problems.append(f"metrics.jsonl has no loss for step {at}")
     elif drift > allowed:
         problems.append(f"losses differ by {losses}")
     return Result(
         "",
         recomputed=found.repeated,
         state=state,
-        data=data.words if data.passed else "DIFFERS",
+        data=data.summary if data.passed else "DIFFERS",
         losses=losses,
         problem="; ".join(problems),
     )
 
 
 def _first_steps_elsewhere(folder: Path, steps: int) -> range:
-    """Steps after the last restore, as many as the drift is promised for."""
+    """Returns the steps after the last restore for which the drift is bounded."""
     rows = Ledger(folder, is_writer=False).read()
     start = [row["step"] for row in rows if row["event"] == "restore"][-1]
     return range(start + 1, min(start + DRIFT_STEPS, steps) + 1)
@@ -131,22 +135,24 @@ def _first_steps_elsewhere(folder: Path, steps: int) -> range:
 
 def _verdict(result: Result) -> str:
     if result.skipped:
-        return f"not tried: {result.skipped}"
+        return f"skipped: {result.skipped}"
     if result.problem:
         return f"FAILED: {result.problem}"
     return f"recovered in {result.seconds:.1f} s"
 
 
 def table(results: Sequence[Result]) -> str:
-    """What each fault has cost, or, of several meshes, the seconds on each."""
+    """Formats the outcome of each fault or, for several meshes, the seconds on each."""
     if len({r.mesh for r in results}) > 1:
         return _by_mesh(results)
-    rows = [("fault", "recovered", "seconds", "steps again", "state", "data", "losses")]
+    rows = [
+        ("fault", "recovered", "seconds", "steps redone", "state", "data", "losses")
+    ]
     for r in results:
-        verdict = "yes" if r.recovered else "not tried" if r.skipped else "NO"
+        verdict = "yes" if r.recovered else "skipped" if r.skipped else "NO"
         seconds = "" if r.seconds is None else f"{r.seconds:.1f}"
-        again = "" if r.recomputed is None else str(r.recomputed)
-        rows.append((r.fault, verdict, seconds, again, r.state, r.data, r.losses))
+        redone = "" if r.recomputed is None else str(r.recomputed)
+        rows.append((r.fault, verdict, seconds, redone, r.state, r.data, r.losses))
     return align(rows, right=(2, 3))
 
 
@@ -160,17 +166,18 @@ def _by_mesh(results: Sequence[Result]) -> str:
     return (
         f"{align(rows, right=tuple(range(1, len(meshes) + 1)))}\n"
         f"{recovered} of {len(results)} recovered: state and losses bit-equal (on "
-        f"another mesh, losses to {DRIFT:g}), every sample in the same update, none "
-        "twice"
+        f"another mesh, losses within {DRIFT:g}), every sample used once, in the same "
+        "update"
     )
 
 
 def _cell(result: Result) -> str:
     if result.skipped:
-        return "not tried"
+        return "skipped"
     return "FAILED" if result.problem else f"{result.seconds:.1f}"
 
 
 def write(path: Path, results: Sequence[Result]) -> None:
+    """Writes the results as JSON."""
     rows = [dataclasses.asdict(r) | {"recovered": r.recovered} for r in results]
     path.write_text(json.dumps(rows, indent=1) + "\n")

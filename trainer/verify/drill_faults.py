@@ -1,6 +1,6 @@
-"""The faults of a drill. Each runs a job to its end, striking once on the way.
+"""The faults of a drill. Each runs a job to completion and injects one fault.
 
-Each returns the seconds from the fault to the next step that had not been done before.
+Each returns the seconds from the fault to the next step that was not done before.
 """
 
 import dataclasses
@@ -14,71 +14,73 @@ from ...launch.exit_codes import PREEMPTED
 from ..checkpoint.manager import committed_steps
 from ..job.fault_points import Hold, Point
 from . import checkpoint_faults
-from .drill_job import Failed, Job, Plan, recover, running
+from .drill_job import Failed, Job, JobSpec, recover, running
 from .storage_faults import file_limit_of_one, full_disk, full_disk_of_one, read_only
 
-Fault = Callable[[Plan, Path], float]
+Fault = Callable[[JobSpec, Path], float]
 
 
 def kill_in_a_step(worker: int) -> Fault:
-    def run(plan: Plan, folder: Path) -> float:
-        with running(plan, folder) as job:
-            job.wait_for_step(2 * plan.save_every + 2)
-            return recover(job, job.strike(worker))
+    """Kills a worker during a step."""
+
+    def run(spec: JobSpec, folder: Path) -> float:
+        with running(spec, folder) as job:
+            job.wait_for_step(2 * spec.save_every + 2)
+            return recover(job, job.kill(worker))
 
     return run
 
 
 def kill_at(point: Point, worker: int) -> Fault:
-    """Kills a worker while process 0, or the worker itself, is held at a point."""
+    """Kills a worker while process 0, or the worker itself, waits at a fault point."""
 
-    def run(plan: Plan, folder: Path) -> float:
-        step, attempt = 2 * plan.save_every, 2 if point == "restore" else 1
+    def run(spec: JobSpec, folder: Path) -> float:
+        step, attempt = 2 * spec.save_every, 2 if point == "restore" else 1
         held = 0 if point == "commit" else worker  # process 0 alone commits
         marker = folder / "held"
         hold = Hold(point, step, held, attempt, str(marker))
-        with running(plan, folder, hold=hold) as job:
-            if point == "restore":  # which there is after a death only
+        with running(spec, folder, hold=hold) as job:
+            if point == "restore":  # only reached after an earlier death
                 job.wait(f"checkpoint {step}", lambda: _has(job, step))
-                job.strike(worker)
+                job.kill(worker)
             job.wait(f"{point} of step {step}", marker.exists)
-            return recover(job, job.strike(worker))
+            return recover(job, job.kill(worker))
 
     return run
 
 
-def sigterm(plan: Plan, folder: Path) -> float:
-    """One worker is told to leave: all save at the same step, and come back."""
-    with running(plan, folder) as job:
-        job.wait_for_step(plan.save_every + 2)
-        struck = job.strike(1 % plan.processes, signal.SIGTERM)
-        job.wait("save of a job told to leave", lambda: bool(job.events("preempted")))
-        return recover(job, struck)
+def sigterm(spec: JobSpec, folder: Path) -> float:
+    """Preempts one worker: all save at the same step, exit and are restarted."""
+    with running(spec, folder) as job:
+        job.wait_for_step(spec.save_every + 2)
+        signalled = job.kill(1 % spec.processes, signal.SIGTERM)
+        job.wait("save of the preempted job", lambda: bool(job.events("preempted")))
+        return recover(job, signalled)
 
 
-def sigstop(plan: Plan, folder: Path) -> float:
-    """One worker stops, but does not die: the watchdogs of the others end the job."""
-    with running(plan, folder) as job:
-        job.wait_for_step(plan.save_every + 2)
-        return recover(job, job.strike(plan.processes - 1, signal.SIGSTOP))
+def sigstop(spec: JobSpec, folder: Path) -> float:
+    """Freezes one worker without killing it: the other watchdogs end the job."""
+    with running(spec, folder) as job:
+        job.wait_for_step(spec.save_every + 2)
+        return recover(job, job.kill(spec.processes - 1, signal.SIGSTOP))
 
 
 def damage(make: Callable[[Path], Path]) -> Fault:
-    """The newest checkpoint is damaged between two runs: the one before is taken."""
+    """Damages the newest checkpoint between two runs: the previous one is restored."""
 
-    def run(plan: Plan, folder: Path) -> float:
-        with running(plan, folder) as job:
+    def run(spec: JobSpec, folder: Path) -> float:
+        with running(spec, folder) as job:
             job.wait(
-                f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every)
+                f"checkpoint {spec.save_every}", lambda: _has(job, spec.save_every)
             )
-            job.wait_for_step(2 * plan.save_every + 2)
+            job.wait_for_step(2 * spec.save_every + 2)
             if (status := job.stop()) != PREEMPTED:
-                raise Failed(f"told to stop, the job ended with status {status}")
+                raise Failed(f"the job exited with status {status} on SIGTERM")
             newest = committed_steps(folder / "checkpoints")[-1]
             make(folder / "checkpoints" / str(newest))
-            struck = time.monotonic()
-        with running(plan, folder) as job:
-            seconds = recover(job, struck)
+            damaged = time.monotonic()
+        with running(spec, folder) as job:
+            seconds = recover(job, damaged)
             aside = [row["step"] for row in job.events("set_aside")]
             if aside != [newest]:
                 raise Failed(
@@ -89,60 +91,60 @@ def damage(make: Callable[[Path], Path]) -> Fault:
     return run
 
 
-def slow_read(plan: Plan, folder: Path) -> float:
-    """A worker is killed, and one process takes 5 s longer to read its part."""
-    hold = Hold("read", 0, plan.processes - 1, 2, str(folder / "held"), seconds=5.0)
-    with running(plan, folder, hold=hold) as job:
-        job.wait(f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every))
-        seconds = recover(job, job.strike(0))
+def slow_read(spec: JobSpec, folder: Path) -> float:
+    """Kills a worker, then delays one process by 5 s while it reads its shards."""
+    hold = Hold("read", 0, spec.processes - 1, 2, str(folder / "held"), seconds=5.0)
+    with running(spec, folder, hold=hold) as job:
+        job.wait(f"checkpoint {spec.save_every}", lambda: _has(job, spec.save_every))
+        seconds = recover(job, job.kill(0))
         if not Path(hold.marker).exists():
-            raise Failed(f"no process met the fault; see {job.log}")
+            raise Failed(f"the fault was never triggered; see {job.log}")
         _nothing_set_aside(job)
         return seconds
 
 
-def connection_reset(plan: Plan, folder: Path) -> float:
-    """A worker is killed, and storage fails one process once while it reads."""
-    worker = plan.processes - 1
+def connection_reset(spec: JobSpec, folder: Path) -> float:
+    """Kills a worker, then fails one read of one process with a connection reset."""
+    worker = spec.processes - 1
     marker = folder / "held"
     hold = Hold("read", 0, worker, 2, str(marker), errno=errno.ECONNRESET)
-    with running(plan, folder, hold=hold) as job:
-        job.wait(f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every))
-        seconds = recover(job, job.strike(worker))
+    with running(spec, folder, hold=hold) as job:
+        job.wait(f"checkpoint {spec.save_every}", lambda: _has(job, spec.save_every))
+        seconds = recover(job, job.kill(worker))
         if not job.events("unreadable"):
-            raise Failed(f"no process met the fault; see {job.log}")
+            raise Failed(f"the fault was never triggered; see {job.log}")
         _nothing_set_aside(job)
         return seconds
 
 
 def _nothing_set_aside(job: Job) -> None:
     if aside := [row["step"] for row in job.events("set_aside")]:
-        raise Failed(f"checkpoints {aside} were good, but were set aside")
+        raise Failed(f"checkpoints {aside} were intact, but were set aside")
 
 
-def other_mesh(plan: Plan, folder: Path) -> float:
-    """A worker is killed, and the job goes on with half the processes.
+def other_mesh(spec: JobSpec, folder: Path) -> float:
+    """Kills a worker, then continues with half the processes.
 
-    Where the mesh does not follow the number of devices, by another command.
+    If the mesh is not elastic, this takes another command with another mesh.
     """
-    half = plan.processes // 2
-    with running(plan, folder) as job:
-        job.wait(f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every))
-        if plan.is_elastic:
+    half = spec.processes // 2
+    with running(spec, folder) as job:
+        job.wait(f"checkpoint {spec.save_every}", lambda: _has(job, spec.save_every))
+        if spec.is_elastic:
             (folder / "logs" / "processes").write_text(f"{half}\n")
-            return recover(job, job.strike(plan.processes - 1))
-        struck = job.strike(plan.processes - 1)
+            return recover(job, job.kill(spec.processes - 1))
+        killed = job.kill(spec.processes - 1)
     with running(
-        dataclasses.replace(plan, processes=half, mesh="data=-1"), folder
+        dataclasses.replace(spec, processes=half, mesh="data=-1"), folder
     ) as job:
-        return recover(job, struck)
+        return recover(job, killed)
 
 
 def _has(job: Job, step: int) -> bool:
     return step in committed_steps(job.folder / "checkpoints")
 
 
-# What `meshloom drill` runs, in order.
+# All faults, in the order in which `meshloom drill` injects them.
 FAULTS: dict[str, Fault] = {
     "kill-worker-in-step": kill_in_a_step(1),
     "kill-first-in-step": kill_in_a_step(0),
@@ -165,6 +167,6 @@ FAULTS: dict[str, Fault] = {
     "read-only": read_only,
     "other-mesh": other_mesh,
 }
-# Where the job ends on another mesh, its losses are the same only to rounding.
+# The job finishes on another mesh, so its losses only agree up to rounding.
 ON_ANOTHER_MESH = {"other-mesh"}
 NEEDS_MOUNTS = {"full-disk", "read-only"}

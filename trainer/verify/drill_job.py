@@ -1,4 +1,4 @@
-"""A supervised job that a drill starts, watches and strikes."""
+"""A supervised job that a drill starts, watches and injects faults into."""
 
 import contextlib
 import dataclasses
@@ -20,14 +20,18 @@ POLL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the jobs of a drill are run.
+class JobSpec:
+    """How to run the jobs of a drill.
 
     Attributes:
-      train: arguments of `meshloom train`, without the run folder and the mesh.
-      mesh: as of train; "" for the config's.
-      stall_seconds: after which a job that makes no progress is restarted.
-      limit_seconds: after which a job has failed the drill, and is killed.
+      train: the arguments of `meshloom train`, without --workdir and --mesh.
+      mesh: the value of --mesh; "" uses the mesh of the config.
+      processes: the number of processes.
+      cpu_devices: the number of CPU devices per process.
+      num_steps: the number of steps.
+      save_every: the number of steps between checkpoints.
+      stall_seconds: how long a job may make no progress before it is restarted.
+      limit_seconds: how long a job may take before it is killed and has failed.
     """
 
     train: tuple[str, ...]
@@ -41,26 +45,27 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The mesh with the number of processes."""
+        """The mesh and the number of processes, such as "fsdp=4@4"."""
         return f"{self.mesh or 'mesh of the config'}@{self.processes}"
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the mesh follows the number of devices."""
+        """Whether the mesh adapts to the number of devices."""
         return not self.mesh or "-1" in self.mesh
 
     def argv(self, folder: Path) -> list[str]:
+        """Returns the command line of the supervised job."""
         settings = (
             f"save_every={self.save_every}",
             f"stall_seconds={self.stall_seconds}",
             "log_every=1",
-            "checkpoint_folder=None",  # the drill looks into the run folder's own
+            "checkpoint_folder=None",  # the drill inspects the run folder's checkpoints
         )
         return [
             *(sys.executable, "-P", "-m", "meshloom.trainer.cli", "launch", "local"),
             *("--processes", str(self.processes)),
             *("--cpu-devices", str(self.cpu_devices)),
-            # The watchdogs come first, and need not be waited for long after.
+            # Longer than the watchdogs, which should notice a stall first.
             *("--stall-seconds", str(3 * self.stall_seconds)),
             *("--max-restarts", "10", "--", "train", *self.train),
             *(("--mesh", self.mesh) if self.mesh else ()),
@@ -70,7 +75,7 @@ class Plan:
 
 
 class Failed(Exception):
-    """A job did not do what the drill waited for."""
+    """A job did not do what the drill expected."""
 
 
 class Job:
@@ -80,26 +85,32 @@ class Job:
         self.folder, self._process, self._deadline = folder, process, deadline
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Returns the ledger's events of the given kinds."""
         rows = ledger.Ledger(self.folder, is_writer=False).read()
         return [row for row in rows if row["event"] in kinds]
 
     @property
     def step(self) -> int:
-        """The highest that was ever done."""
+        """The highest step done so far, in any attempt."""
         return max((row["step"] for row in self.events("step")), default=0)
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers of the newest attempt."""
+        """The process ids of the workers of the latest attempt."""
         rows = metrics.read(self.folder / "logs" / "supervisor.jsonl")
         return [row["pids"] for row in rows if row["event"] == "start"][-1]
 
     def wait(self, what: str, done: Callable[[], bool]) -> float:
-        """Waits until something is so; the time when it was seen."""
+        """Waits for `done()` and returns when it became true.
+
+        Args:
+          what: what is waited for, for the error message.
+          done: polled until it returns True.
+        """
         while not done():
             if self._process.poll() is not None and not done():
                 raise Failed(
-                    f"the job ended with status {self._process.returncode} before "
+                    f"the job exited with status {self._process.returncode} before "
                     f"{what}; see {self.log}"
                 )
             if time.monotonic() > self._deadline:
@@ -110,60 +121,69 @@ class Job:
     def wait_for_step(self, step: int) -> float:
         return self.wait(f"step {step}", lambda: self.step >= step)
 
-    def strike(self, worker: int, number: int = signal.SIGKILL) -> float:
-        """Sends a signal to a worker; the time of it."""
+    def kill(self, worker: int, signum: int = signal.SIGKILL) -> float:
+        """Sends a signal to a worker and returns when it was sent."""
         try:
-            os.kill(self.pids[worker], number)
+            os.kill(self.pids[worker], signum)
         except ProcessLookupError:
             raise Failed(
-                f"worker {worker} was gone before it could be struck, at step "
-                f"{self.step}. If the run was done, give it more --steps; otherwise "
-                f"see {self.log}"
+                f"worker {worker} exited before the fault, at step {self.step}. If "
+                f"the run was complete, pass more --steps; otherwise see {self.log}"
             ) from None
         return time.monotonic()
 
     def stop(self) -> int:
-        """Tells the supervisor to let all save and leave; its status."""
+        """Tells the supervisor to stop the job; returns its exit status."""
         self._process.send_signal(signal.SIGTERM)
         return self.finish()
 
     def finish(self) -> int:
-        """Waits for the end of the job; its status."""
+        """Waits for the job to finish and returns its exit status."""
         left = max(0.0, self._deadline - time.monotonic())
         try:
             return self._process.wait(left)
         except subprocess.TimeoutExpired:
-            raise Failed(f"no end within the time limit; see {self.log}") from None
+            raise Failed(f"not done within the time limit; see {self.log}") from None
 
     @property
     def log(self) -> Path:
         return self.folder / "drill.log"
 
 
-def recover(job: Job, struck: float) -> float:
-    """Waits for a step that is new, then for the end of the job."""
-    time.sleep(0.2)  # what was on its way to the ledger is there
+def recover(job: Job, fault_time: float) -> float:
+    """Waits for a new step and for the job to finish.
+
+    Args:
+      job: the job that a fault was injected into.
+      fault_time: when the fault was injected.
+
+    Returns:
+      The seconds from the fault to the first step that was not done before.
+    """
+    time.sleep(0.2)  # let pending rows reach the ledger
     before = job.step
-    seconds = job.wait_for_step(before + 1) - struck
+    seconds = job.wait_for_step(before + 1) - fault_time
     if (status := job.finish()) != DONE:
-        words = f" ({MEANINGS[status]})" if status in MEANINGS else ""
-        raise Failed(f"the job ended with status {status}{words}; see {job.log}")
+        meaning = f" ({MEANINGS[status]})" if status in MEANINGS else ""
+        raise Failed(f"the job exited with status {status}{meaning}; see {job.log}")
     return seconds
 
 
 @contextlib.contextmanager
 def running(
-    plan: Plan,
+    spec: JobSpec,
     folder: Path,
     *,
     hold: Hold | None = None,
     around: Sequence[str] = (),
 ) -> Iterator[Job]:
-    """A job that is started, and killed at the end if it still runs.
+    """Starts a job, and kills it on exit if it is still running.
 
     Args:
-      hold: where a process waits for us.
-      around: a command that is given the job's command line to run.
+      spec: how to run the job.
+      folder: the run folder.
+      hold: the fault point at which a process waits.
+      around: a command that is given the job's command line as arguments.
     """
     folder.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MESHLOOM_")}
@@ -172,8 +192,8 @@ def running(
         environment[VARIABLE] = hold.to_json()
     with open(folder / "drill.log", "ab") as log:
         process = subprocess.Popen(
-            # The guard: the kernel ends the job if we are killed ourselves.
-            [*GUARD, "worker", str(os.getpid()), *around, *plan.argv(folder)],
+            # With the guard, the kernel ends the job if this process is killed.
+            [*GUARD, "worker", str(os.getpid()), *around, *spec.argv(folder)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -181,9 +201,9 @@ def running(
             start_new_session=True,
         )
     try:
-        yield Job(folder, process, time.monotonic() + plan.limit_seconds)
+        yield Job(folder, process, time.monotonic() + spec.limit_seconds)
     finally:
-        # The workers go with their supervisor: the kernel and its heir see to that.
+        # Workers die with their supervisor: the kernel and the guard see to that.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

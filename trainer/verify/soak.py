@@ -1,7 +1,7 @@
-"""`meshloom drill --soak`: many kills at random moments, one long run.
+"""`meshloom drill --soak`: many kills at random times in one long run.
 
-Kills strike a random worker, process 0 included. Nobody helps: the supervisor brings
-the job back, and in the end it must have computed what a run without kills computes.
+Each kill hits a random worker, including process 0. The supervisor alone restarts the
+job, which must end up with what a run without kills computes.
 """
 
 import dataclasses
@@ -14,19 +14,20 @@ from pathlib import Path
 
 from ...sharding.text import align
 from . import drill, recovery_timing
-from .drill_job import Failed, Job, Plan, running
+from .drill_job import Failed, Job, JobSpec, running
 
 
 @dataclasses.dataclass
 class Soak:
-    """What a soak found.
+    """The outcome of a soak.
 
     Attributes:
-      seconds: of each recovery, from the kill to the next new step.
-      spans: where the seconds of each went, see timing.
-      span: seconds from the first step to the last recovery.
-      result: what was computed, against a run without kills.
-      problem: why it failed; "" if it did not.
+      kills: the number of kills.
+      seconds: the time of each recovery, from the kill to the next new step.
+      spans: the spans of each recovery, see recovery_timing.
+      span: the seconds from the first step to the last recovery.
+      result: how the run compares with one without kills.
+      problem: why the soak failed; "" if it passed.
     """
 
     kills: int
@@ -46,86 +47,91 @@ class Soak:
                 ("recovery, 95th percentile", f"{late:.1f} s"),
             ]
         if self.span:
-            # Both in one run: the speed of a busy machine is not the same for long.
+            # Both from one run, because the speed of a busy machine varies.
             share = 1 - sum(times) / self.span
-            rows.append(("goodput", f"{100 * share:.0f} % of the time had new steps"))
-
+            rows.append(("goodput", f"{100 * share:.0f} % of the time on new steps"))
         if self.result is not None:
             rows += [
-                ("steps done again", str(self.result.recomputed)),
+                ("steps redone", str(self.result.recomputed)),
                 ("state", self.result.state),
                 ("data", self.result.data),
                 ("losses", self.result.losses),
             ]
-        verdict = f"FAILED: {self.problem}" if self.problem else "as without kills"
+        verdict = f"FAILED: {self.problem}" if self.problem else "same as without kills"
         parts = [recovery_timing.table(self.spans), align(rows), f"soak: {verdict}"]
         return "\n".join(filter(None, parts))
 
     def write(self, path: Path) -> None:
+        """Writes the outcome as JSON."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def run(
-    plan: Plan,
+    spec: JobSpec,
     workdir: Path,
     kills: int,
     every: float | None,
     seed: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Soak:
-    """Runs a job without kills and one with them.
+    """Runs a job without kills and one with kills, and compares them.
 
     Args:
-      every: seconds from one kill to the next; None is a moment after each return.
+      spec: how to run the jobs.
+      workdir: a new folder for the runs.
+      kills: the number of kills.
+      every: the seconds between kills; None kills shortly after each recovery.
+      seed: the seed of the random times and workers.
+      log: receives one line of progress at a time.
     """
-    whole, folder = workdir / "reference", workdir / "soak"
-    say(f"without kills: {plan.num_steps} steps, {plan.processes} processes")
-    plan = dataclasses.replace(
-        plan, limit_seconds=600 + 60 * kills * max(1, every or 1)
+    reference, folder = workdir / "reference", workdir / "soak"
+    log(f"without kills: {spec.num_steps} steps, {spec.processes} processes")
+    spec = dataclasses.replace(
+        spec, limit_seconds=600 + 60 * kills * max(1, every or 1)
     )
-    _reference(plan, whole)
+    _reference(spec, reference)
     found = Soak(kills, [])
-    chance = random.Random(seed)
-    with running(plan, folder) as job:
+    rng = random.Random(seed)
+    with running(spec, folder) as job:
         try:
-            _strike(job, found, every, chance, say)
+            _kill_repeatedly(job, found, every, rng, log)
             if status := job.finish():
-                raise Failed(f"the job ended with status {status}; see {job.log}")
+                raise Failed(f"the job exited with status {status}; see {job.log}")
         except Failed as error:
             found.problem = str(error)
             return found
-    found.result = drill.compare(folder, whole, same_mesh=True)
+    found.result = drill.compare(folder, reference, same_mesh=True)
     found.problem = found.result.problem
     return found
 
 
-def _reference(plan: Plan, folder: Path) -> None:
-    with running(plan, folder) as job:
+def _reference(spec: JobSpec, folder: Path) -> None:
+    with running(spec, folder) as job:
         if status := job.finish():
             raise ValueError(
-                f"the run without kills ended with status {status}; see {job.log}. "
-                "Fix that before a soak."
+                f"the run without kills exited with status {status}; see {job.log}. "
+                "Fix that before running a soak."
             )
 
 
-def _strike(
+def _kill_repeatedly(
     job: Job,
     found: Soak,
     every: float | None,
-    chance: random.Random,
-    say: Callable[[str], None],
+    rng: random.Random,
+    log: Callable[[str], None],
 ) -> None:
     begin = job.wait_for_step(1)
     for number in range(1, found.kills + 1):
-        pause = chance.uniform(0.0, 1.5)
+        pause = rng.uniform(0.0, 1.5)
         if every is not None:
             pause = max(0.0, begin + number * every - time.monotonic())
         time.sleep(pause)
-        worker = chance.randrange(len(job.pids))
-        wall, struck = time.time(), job.strike(worker)
+        worker = rng.randrange(len(job.pids))
+        wall, killed = time.time(), job.kill(worker)
         time.sleep(0.2)
-        seconds = job.wait_for_step(job.step + 1) - struck
+        seconds = job.wait_for_step(job.step + 1) - killed
         found.seconds.append(seconds)
         found.spans.append(recovery_timing.spans(job, wall, wall + seconds))
-        say(f"kill {number}, worker {worker}: back in {found.seconds[-1]:.1f} s")
+        log(f"kill {number}, worker {worker}: recovered in {found.seconds[-1]:.1f} s")
     found.span = time.monotonic() - begin

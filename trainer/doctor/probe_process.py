@@ -1,4 +1,4 @@
-"""Asks what only jax can answer, in a process that may break or hang."""
+"""Runs the probe, which needs jax, in a subprocess that may crash or hang."""
 
 import contextlib
 import json
@@ -14,21 +14,21 @@ from typing import Any
 
 from .probe import MARK
 
-# Lines that say most about why a process broke, the best first.
-TELLING = (
+# Lines that best explain why a process crashed, most specific first.
+REASONS = (
     r"(Unknown flags? in XLA_FLAGS: \S+)",
     r"^(\w*(?:Error|Exception)\b.*)",
 )
 
 
-class Question:
-    """A probe under way. Others can be asked at the same time."""
+class ProbeProcess:
+    """A running probe. Several can run at the same time."""
 
-    def __init__(self, *words: str, environ: Mapping[str, str], seconds: float):
+    def __init__(self, *args: str, environ: Mapping[str, str], seconds: float):
         self._seconds, self._begin = seconds, time.monotonic()
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshloom.trainer.doctor.probe", *words],
+            [sys.executable, "-P", "-m", "meshloom.trainer.doctor.probe", *args],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -36,11 +36,10 @@ class Question:
             start_new_session=True,
         )
 
-    def answer(self) -> dict[str, Any]:
-        """What the probe said; {"error": ...} where it broke, or is not done in time.
+    def result(self) -> dict[str, Any]:
+        """Returns what the probe found, or {"error": ...} if it crashed or timed out.
 
-        It is not waited for long after it was killed: a process that is stuck in a
-        driver does not die.
+        Does not wait long for a killed probe: a process stuck in a driver may not die.
         """
         left = self._seconds - (time.monotonic() - self._begin)
         try:
@@ -49,7 +48,7 @@ class Question:
             os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1)
-            return {"error": f"no answer within {self._seconds:g} s"}
+            return {"error": f"no response within {self._seconds:g} s"}
         finally:
             self._output.seek(0)
             text = self._output.read().decode(errors="replace")
@@ -57,12 +56,12 @@ class Question:
         for line in text.splitlines():
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
-        return {"error": telling_line(text) or f"it ended with status {status}"}
+        return {"error": reason(text) or f"exited with status {status}"}
 
 
-def telling_line(text: str) -> str:
-    """The line of a broken program's output that says most."""
-    for pattern in TELLING:
+def reason(text: str) -> str:
+    """Returns the line of a crashed program's output that best explains the crash."""
+    for pattern in REASONS:
         if found := re.findall(pattern, text, re.MULTILINE):
             return found[-1].strip()[:300]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
