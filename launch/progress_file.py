@@ -28,6 +28,8 @@ import os
 import time
 from pathlib import Path
 
+from .atomic_file import replace_text
+
 VARIABLE = "MESHLOOM_PROGRESS"
 
 
@@ -70,9 +72,9 @@ def write(
         document["allow"] = allow
     if status is not None:
         document["status"] = status
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(document))
-    os.replace(new, path)
+    # A report is of no use once the machine has crashed, and a slow disk must hold up
+    # neither training nor the watchdog.
+    replace_text(path, json.dumps(document), durable=False)
 
 
 def leave(status: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from ...launch.atomic_file import replace_text
 from ...launch.masking import masked_command, masked_text
 from ..config.tree import (
     ABSENT,
@@ -25,7 +26,6 @@ from ..config.tree import (
     format_diff,
     read_run,
 )
-from .metrics import replace_text
 from .save_errors import SaveFailed
 from .storage import checkpoints_of
 
