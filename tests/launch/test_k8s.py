@@ -175,6 +175,19 @@ def test_what_a_person_gives_stays_one_value(manifest, capsys):
     assert pod["containers"][0]["args"] == ["train", odd.replace("$", "$$")]
 
 
+# What YAML 1.1 or 1.2 reads as a number, a boolean, a date or null, and PyYAML alone
+# does not quote all of it.
+@pytest.mark.parametrize("value", ["1e3", "0o17", "y", "On", "~", "2026-01-01", "1:30"])
+def test_a_text_that_looks_like_something_else_is_quoted(value, manifest):
+    text = manifest("--hosts", "1", "--env", f"VALUE={value}")
+    assert f'value: "{value}"\n' in text
+
+
+def test_nothing_is_written_as_a_reference_to_another_place(manifest):
+    # Requests and limits are one object; most readers do not know YAML's anchors.
+    assert not re.search(r"[&*]id\d", manifest(*JOBS["gpu-2x8"]))
+
+
 def test_the_policy_of_the_page_is_the_one_that_is_written(manifest):
     (shown,) = blocks("docs/kubernetes.md", "yaml")
     document = yaml.safe_load(shown)
