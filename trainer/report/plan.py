@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...launch.atomic_file import replace_text
-from ...sharding.text import human_bytes
+from ...sharding.text import human_bytes, seconds_text, short_number
 from ..plan.comparison import compare
-from ..plan.text import seconds_text
-from ..record.curves import short_number
 from ..record.metrics import median_step_seconds
 from .data import RunFiles
 from .page import page
