@@ -77,7 +77,8 @@ class Shares:
                 shares += f" and test_holdout={self.test}"
             return (
                 f"{what}: split 'train' is empty: {shares} of "
-                f"{counted(count, 'document')} leaves none for it. Lower holdout, or add documents."
+                f"{counted(count, 'document')} leaves none for it. Lower "
+                "holdout, or add documents."
             )
         name = "holdout" if split == "eval" else "test_holdout"
         share = self.eval if split == "eval" else self.test

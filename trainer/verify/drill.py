@@ -51,13 +51,13 @@ class Result:
         return not self.problem and not self.skipped
 
 
-def reference(plan: Plan, folder: Path) -> None:
+def reference(plan: Plan, folder: Path, *, before: str = "a drill") -> None:
     """Trains without a fault."""
     with running(plan, folder) as job:
         if status := job.finish():
             raise ValueError(
                 f"the run without faults ended with status {status}; see {job.log}. "
-                "Fix that before a drill."
+                f"Fix that before {before}."
             )
 
 

@@ -83,7 +83,7 @@ def run(
     plan = dataclasses.replace(
         plan, limit_seconds=600 + 60 * kills * max(1, every or 1)
     )
-    _reference(plan, whole)
+    drill.reference(plan, whole, before="a soak")
     found = Soak(kills, [])
     chance = random.Random(seed)
     with running(plan, folder) as job:
@@ -97,15 +97,6 @@ def run(
     found.result = drill.compare(folder, whole, same_mesh=True)
     found.problem = found.result.problem
     return found
-
-
-def _reference(plan: Plan, folder: Path) -> None:
-    with running(plan, folder) as job:
-        if status := job.finish():
-            raise ValueError(
-                f"the run without kills ended with status {status}; see {job.log}. "
-                "Fix that before a soak."
-            )
 
 
 def _strike(
