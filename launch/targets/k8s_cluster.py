@@ -1,4 +1,4 @@
-"""A job on a Kubernetes cluster: its manifest, and kubectl, which speaks to it."""
+"""Starts, follows and stops a job on a Kubernetes cluster through kubectl."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ class Kubernetes(Submitted):
         say(f"{self.job.form} {self.job.name} is in namespace {self.job.namespace}")
 
     def follow(self) -> int:
-        """Shows what process 0 prints, through restarts; the status of the job."""
+        """Shows what process 0 prints, across restarts; returns the job's exit code."""
         shown = None  # the pod whose log was shown
         while True:
             status = self._ended()
@@ -53,14 +53,14 @@ class Kubernetes(Submitted):
             if status is not None:
                 return status
             if pod is not None and pod["phase"] == "Running":
-                self._say_once(f"the log of {shown} broke off; it goes on from here")
+                self._say_once(f"the log of {shown} broke off; it continues here")
                 self._show_log(pod["name"], "--tail=0")
             elif pod is None or pod["phase"] == "Pending":
                 self._say_once(f"waiting for the pod of process 0{_why(pod)}")
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """Deletes the job; its processes save and leave first."""
+        """Deletes the job; its processes save and exit first."""
         self._kubectl("delete", "--ignore-not-found", *self.objects)
         say(f"{self.job.form} {self.job.name} is deleted")
 
@@ -71,7 +71,7 @@ class Kubernetes(Submitted):
         return [f"{KINDS[job.form]}/{job.name}", *policy]
 
     @property
-    def words_to_stop(self) -> str:
+    def stop_command(self) -> str:
         return " ".join(["kubectl", "delete", "-n", self.job.namespace, *self.objects])
 
     def _ended(self) -> int | None:
@@ -79,18 +79,18 @@ class Kubernetes(Submitted):
         for condition in found.get("status", {}).get("conditions", []):
             if condition["status"] != "True":
                 continue
-            words = f"{condition.get('reason', '')}: {condition.get('message', '')}"
+            message = f"{condition.get('reason', '')}: {condition.get('message', '')}"
             if condition["type"] in ("Completed", "Complete"):
                 self._say_once("done")
                 return DONE
             if condition["type"] == "Failed":
-                self._say_once(f"failed, {words}")
-                by_policy = "FailJobSet" in words or "PodFailurePolicy" in words
+                self._say_once(f"failed, {message}")
+                by_policy = "FailJobSet" in message or "PodFailurePolicy" in message
                 return BAD_INPUT if by_policy else GAVE_UP
         return None
 
     def _first_pod(self) -> dict[str, str] | None:
-        """The newest pod of process 0, if there is one."""
+        """Returns the newest pod of process 0, if there is one."""
         labels = {
             "jobset.sigs.k8s.io/jobset-name": self.job.name,
             SLICE: "0",
@@ -111,31 +111,32 @@ class Kubernetes(Submitted):
         }
 
     def _show_log(self, pod: str, *flags: str) -> None:
-        """Until the pod ends, or the stream breaks off."""
+        """Shows a pod's log until the pod ends or the stream breaks off."""
         subprocess.run(self._command("logs", "--follow", *flags, f"pod/{pod}"))
 
     def _get(self, *what: str) -> dict[str, Any]:
         return json.loads(self._kubectl("get", *what, "--output", "json"))
 
-    def _kubectl(self, *words: str, given: str | None = None) -> str:
-        command = self._command(*words)
+    def _kubectl(self, *args: str, given: str | None = None) -> str:
+        command = self._command(*args)
         done = subprocess.run(command, input=given, capture_output=True, text=True)
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["nothing"]
             raise ValueError(
-                f"kubectl {words[0]} ended with status {done.returncode}, saying: "
-                f"{said[-1]}. Mend that and try again; a job that was started goes on."
+                f"kubectl {args[0]} exited with code {done.returncode}: {said[-1]}. "
+                "Fix that and try again; a job that was started keeps running."
             )
         return done.stdout
 
-    def _command(self, *words: str) -> list[str]:
+    def _command(self, *args: str) -> list[str]:
         program = shutil.which("kubectl")
         if program is None:
             raise ValueError(
-                "kubectl is not on the PATH, but is needed to reach a cluster. Install "
-                "it, or print the manifest (without --apply) and apply it elsewhere."
+                "kubectl is not on the PATH, but is required to reach a cluster. "
+                "Install it, or print the manifest (without --apply) and apply it "
+                "elsewhere."
             )
-        return [program, "--namespace", self.job.namespace, *words]
+        return [program, "--namespace", self.job.namespace, *args]
 
     def _say_once(self, text: str) -> None:
         if text != self._said:

@@ -16,6 +16,7 @@ def toy(toy, tmp_path, monkeypatch):
     """With "base" as a shipped config, not a file in the working folder."""
     (tmp_path / "shipped").mkdir()
     (tmp_path / "base.gin").rename(tmp_path / "shipped" / "base.gin")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(
         config_files,
         "shipped",

@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "sharding": set(),
     "models": {"sharding"},
     "configs": set(),
-    # launch starts commands of the trainer, which speaks to it by statuses and files.
+    # launch starts commands of the trainer, which answers by exit codes and files.
     "trainer": {"models", "sharding", "launch"},
     "launch": set(),
 }

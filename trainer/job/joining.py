@@ -108,7 +108,7 @@ def connect() -> None:
     multihost_utils.sync_global_devices("connect")
 
 
-def _meaning(place: process_env.Place, bind: str | None) -> str:
+def _meaning(place: process_env.ProcessEnv, bind: str | None) -> str:
     """What process 0's name means to itself if that surprises (Debian: 127.0.1.1)."""
     if bind is None or not process_env.is_loopback(bind):
         return ""
@@ -118,7 +118,7 @@ def _meaning(place: process_env.Place, bind: str | None) -> str:
 
 
 def _avoid_proxies(host: str) -> None:
-    """Lets jax reach the coordinator as the meeting did, directly.
+    """Lets jax reach the coordinator as the rendezvous did, directly.
 
     By http_proxy it would not, and abort; jax's warning of it is then not needed.
     """
@@ -132,7 +132,7 @@ def _avoid_proxies(host: str) -> None:
     jax.config.update("jax_check_proxy_envs", False)
 
 
-def _divide_gpus(place: process_env.Place) -> None:
+def _divide_gpus(place: process_env.ProcessEnv) -> None:
     """Before jax sees any; Slurm has shown each process its own already."""
     if place.source == "Slurm" or place.local_id is None or place.local_count is None:
         return
