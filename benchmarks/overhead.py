@@ -78,6 +78,19 @@ def ours(
     return jax.block_until_ready(state)
 
 
+def first_batch(prepared: Prepared, batch_size: int) -> dict[str, jax.Array]:
+    """Returns the first training batch, on the devices."""
+    with device_batches(
+        prepared.train_data,
+        data.Order(len(prepared.train_data)),
+        batch_size=batch_size,
+        shardings=prepared.program.batch_shardings,
+        start=0,
+        stop=1,
+    ) as batches:
+        return next(batches)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="default")
@@ -89,15 +102,7 @@ def main() -> None:
     prepared = prepare(config)
     step_fn = prepared.compile()
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
-    with device_batches(
-        prepared.train_data,
-        data.Order(len(prepared.train_data)),
-        batch_size=config.batch_size,
-        shardings=prepared.program.batch_shardings,
-        start=0,
-        stop=1,
-    ) as batches:
-        batch = next(batches)
+    batch = first_batch(prepared, config.batch_size)
     state = bare(step_fn, state, batch, 2)
     seconds: dict[str, list[float]] = {"bare": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -17,10 +17,10 @@ import time
 
 def ours(args):
     import jax
+    from overhead import first_batch
 
     from meshloom.models import transformer
     from meshloom.trainer import data
-    from meshloom.trainer.data.batches import device_batches
     from meshloom.trainer.program import optimizers, schedules
     from meshloom.trainer.run import prepare, train
 
@@ -53,15 +53,7 @@ def ours(args):
     prepared = prepare.prepare(config)
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
     step_fn = prepared.compile()
-    with device_batches(
-        prepared.train_data,
-        data.Order(len(prepared.train_data)),
-        batch_size=args.batch,
-        shardings=prepared.program.batch_shardings,
-        start=0,
-        stop=1,
-    ) as batches:
-        batch = next(batches)
+    batch = first_batch(prepared, args.batch)
 
     def step() -> float:
         nonlocal state

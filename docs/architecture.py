@@ -57,7 +57,7 @@ ROOMS = (
     Room("trainer/config", "gin files to dataclasses", 8, 0),
     Room("models", "the transformer", 8, 2),
     Room("launch/targets", "local, Slurm, ssh, ...", 5, 0),
-    Room("launch", "supervisor; without jax", 9, 0),
+    Room("launch", "supervisor; without jax", 10, 0),
     Room("sharding/pipeline", "schedules, executor", 9, 2),
     Room("sharding", "mesh, rules, plans; needs jax only", 10, 1, 2),
     Room("sharding/hlo", "reads compiled programs", 11, 1, 2),

@@ -1,1 +1,1 @@
-"""Starting jobs and bringing them back. Standard library only, never jax."""
+"""Starts and restarts jobs. Never imports jax; only k8s_manifest.py needs PyYAML."""

@@ -1,21 +1,21 @@
-"""Exit statuses: what workers tell the supervisor, and what it tells its caller.
+"""Exit codes: what workers tell the supervisor, and what it tells its caller.
 
-| status of a worker | means | what the supervisor does |
+| exit code of a worker | meaning | what the supervisor does |
 |---|---|---|
 | 0 | done | waits for the others; done when all are |
-| 2 | what the user must fix | ends the group, no restart |
-| 69 | a host, process or storage cannot be reached | ends the group, restarts |
-| 75 | preempted: saved and left on SIGTERM | lets the others save, restarts |
-| 76 | its own watchdog ended it | ends the group, restarts |
-| any other, or a signal | a death | ends the group, restarts |
+| 2 | something that the user must fix | ends the group, no restart |
+| 69 | a host, process or storage is unreachable | ends the group, restarts |
+| 75 | preempted: saved and exited on SIGTERM | lets the others save, restarts |
+| 76 | ended by its own watchdog | ends the group, restarts |
+| any other, or a signal | it died | ends the group, restarts |
 
-| status of the supervisor | means |
+| exit code of the supervisor | meaning |
 |---|---|
-| 0 | all workers are done, told to stop or not |
+| 0 | all workers are done, whether or not it was told to stop |
 | 1 | too many restarts without progress |
-| 2 | bad input: its own, or that of a worker |
-| 75 | told to stop, and every worker has saved and left, or was done |
-| 129, 130, 143 | told to stop by SIGHUP, SIGINT, SIGTERM; not every worker has saved |
+| 2 | bad input: its own, or a worker's |
+| 75 | told to stop, and every worker saved and exited, or was done |
+| 129, 130, 143 | stopped by SIGHUP, SIGINT, SIGTERM; not every worker saved |
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ DONE, GAVE_UP, BAD_INPUT, UNREACHABLE, PREEMPTED, WATCHDOG = 0, 1, 2, 69, 75, 76
 
 MEANINGS = {
     BAD_INPUT: "bad input",
-    UNREACHABLE: "a host, process or storage cannot be reached",
+    UNREACHABLE: "a host, process or storage is unreachable",
     PREEMPTED: "preempted",
     WATCHDOG: "its watchdog saw no progress",
 }
 
 
 class Unreachable(Exception):
-    """Something outside of this process is not there, and may be at the next attempt.
+    """Something outside this process is missing, and may be there at the next attempt.
 
-    The status is UNREACHABLE, after which a supervisor starts all again.
+    The process exits with UNREACHABLE, and a supervisor restarts the group.
     """
 
 
@@ -44,10 +44,10 @@ class Ending:
     """How a worker ended.
 
     Attributes:
-      status: as `subprocess` gives it; negative for a signal.
-      step: the last that the worker reported, if any.
-      name: what messages call it; "" for its number.
-      host: where it ran, if that was elsewhere.
+      status: exit code as `subprocess` gives it; negative for a signal.
+      step: the last step that the worker reported, if any.
+      name: its name in messages; "" for "worker N".
+      host: where it ran, if not on this host.
     """
 
     worker: int
@@ -60,28 +60,28 @@ class Ending:
         where = "" if self.step is None else f" at step {self.step}"
         who = self.name or f"worker {self.worker}"
         who += f" on {self.host}" * bool(self.host)
-        return f"{who} {_words(self.status)}{where}"
+        return f"{who} {_describe(self.status)}{where}"
 
 
-def _words(status: int) -> str:
+def _describe(status: int) -> str:
     if status < 0:
         return f"was killed by signal {-status} ({signal_name(-status)})"
     meaning = f" ({MEANINGS[status]})" if status in MEANINGS else ""
-    return f"ended with status {status}{meaning}"
+    return f"exited with code {status}{meaning}"
 
 
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
-        return "no name"
+        return "unknown"
 
 
 def cause(endings: Iterable[Ending]) -> Ending | None:
-    """The ending that most likely brought about the others; None if all are done.
+    """Returns the ending that most likely caused the others; None if all are done.
 
-    Deaths that are seen together: jax aborts where a peer or the coordinator has died,
-    so SIGABRT is mostly a consequence, and so is a plain error. Any other signal came
+    Among deaths seen together: jax aborts when a peer or the coordinator has died, so
+    SIGABRT is usually a consequence, and so is a plain error. Any other signal came
     from outside.
     """
     failed = [ending for ending in endings if ending.status != DONE]
@@ -102,7 +102,7 @@ def _rank(ending: Ending) -> tuple[int, int]:
 
 
 def after_stop(statuses: Sequence[int], told: int) -> int:
-    """The supervisor's status after signal `told`, by how its workers ended."""
+    """Returns the supervisor's exit code after signal `told`, given its workers'."""
     if statuses and all(status == DONE for status in statuses):
         return DONE
     if statuses and all(status in (DONE, PREEMPTED) for status in statuses):

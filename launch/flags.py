@@ -1,4 +1,4 @@
-"""Flags that the targets of `meshloom launch` share."""
+"""Flags shared by the targets of `meshloom launch`."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from .target import Target
 
 
 def add_supervision(parser: argparse.ArgumentParser) -> None:
-    """How the processes are watched and brought back."""
+    """Adds the flags for watching and restarting processes."""
     parser.add_argument(
         "--cpu-devices",
         type=int,
@@ -21,28 +21,28 @@ def add_supervision(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5,
         metavar="N",
-        help="how many may follow each other without progress; default: 5",
+        help="restarts in a row without progress; default: 5",
     )
     parser.add_argument(
         "--stall-seconds",
         type=float,
         metavar="S",
         help="restart after S seconds without progress; default: 90, or 15 times the "
-        "median between two reports if that is more",
+        "median time between two reports if that is more",
     )
     parser.add_argument(
         "--start-seconds",
         type=float,
         default=600.0,
         metavar="S",
-        help="the same before the first step, which is compiled; default: 600",
+        help="the same before the first step, which compiles; default: 600",
     )
     parser.add_argument(
         "--grace-seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="for workers to save when told to stop; default: 60",
+        help="how long workers may take to save when stopped; default: 60",
     )
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="default: logs in the run folder"
@@ -55,8 +55,8 @@ def add_carried(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a variable that processes on other hosts get too; may be repeated. "
-        "Those of jax, XLA, NCCL and Meshloom always are.",
+        help="also pass this variable to other hosts; may be repeated. Those of jax, "
+        "XLA, NCCL and Meshloom are always passed.",
     )
 
 
@@ -65,18 +65,20 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         "command",
         nargs="+",
         metavar="COMMAND",
-        help="of meshloom, after --, for instance -- train --steps 100",
+        help="a meshloom command, after --, such as -- train --steps 100",
     )
 
 
 def supervise(target: Target, args: argparse.Namespace, processes: int) -> int:
-    """Runs a job until it is done; the exit status."""
+    """Runs a job until it is done; returns the exit code."""
     from .settings import Settings
     from .supervisor import Supervisor
 
     settings = Settings(
         processes=processes,
-        min_processes=getattr(args, "min_processes", None),  # not every target shrinks
+        min_processes=getattr(
+            args, "min_processes", None
+        ),  # not every target can shrink
         max_restarts=args.max_restarts,
         stall_seconds=args.stall_seconds,
         start_seconds=args.start_seconds,
@@ -86,20 +88,20 @@ def supervise(target: Target, args: argparse.Namespace, processes: int) -> int:
 
 
 def process(args: argparse.Namespace) -> list[str]:
-    """The command line of each process."""
-    # -P: the folder we are in is no place to import from, as for the installed command.
+    """Returns the command line of each process."""
+    # -P: do not import from the current folder, just like the installed command.
     return [sys.executable, "-P", "-m", "meshloom.trainer.cli", *args.command]
 
 
 def warm_process(args: argparse.Namespace) -> list[str] | None:
-    """The command line of what processes can be forked from; None for none."""
+    """Returns the command line of the process to fork workers from, if any."""
     if args.command[0] != "train":
         return None
     return [sys.executable, "-P", "-m", "meshloom.trainer.warm", *args.command]
 
 
 def cpu_devices(args: argparse.Namespace) -> int | None:
-    """As given to us, or to the command of the workers.
+    """Returns --cpu-devices, as given to us or to the workers' command.
 
     The number of threads depends on it, and must be set before Python starts.
     """
@@ -113,7 +115,7 @@ def cpu_devices(args: argparse.Namespace) -> int | None:
 
 
 def log_folder(args: argparse.Namespace) -> Path:
-    """`logs` in the run folder of a training; for other commands runs/logs."""
+    """Returns `logs` in the run folder of `train`; runs/logs for other commands."""
     if args.logs is not None:
         return args.logs
     given = _flags_of(args.command)
@@ -130,7 +132,7 @@ def log_folder(args: argparse.Namespace) -> Path:
 
 
 def _flags_of(command: Sequence[str]) -> argparse.Namespace:
-    """What of the workers' command concerns us; its own parser checks the rest."""
+    """Parses the flags we need of the workers' command; it checks the rest itself."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--workdir")
     parser.add_argument("--config", action="append")

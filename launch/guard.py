@@ -1,18 +1,18 @@
-"""Three small programs that leave no orphan, however the supervisor ends.
+"""Three small programs that leave no orphans, however the supervisor ends.
 
-`guard.py worker PARENT COMMAND...` asks the kernel to kill this process together with
-PARENT, which started it, and becomes COMMAND. Only Linux has that.
+`guard.py worker PARENT COMMAND...` asks the kernel to kill this process when PARENT,
+which started it, dies (Linux only), and execs COMMAND.
 
-`guard.py heir` reads "+GROUP" and "-GROUP" from stdin, a line each, and kills the
-process groups that are left when stdin ends: the children of workers, which the
-kernel's promise does not reach, and on other systems the workers.
+`guard.py heir` reads "+GROUP" and "-GROUP" from stdin, one per line, and kills the
+remaining process groups when stdin closes: the children of workers, which the kernel
+does not cover, and on other systems the workers themselves.
 
-`guard.py rank LOGS COMMAND...` is what mpirun and srun start in the place of each
-process of a job: it dies with what started it, sends its output to a log of its own in
-the folder LOGS, finds its number, says where to report progress, and becomes COMMAND.
+`guard.py rank LOGS COMMAND...` is what mpirun and srun start as each process of a job:
+it dies with whatever started it, finds its index, redirects its output to its own log
+in the folder LOGS, sets where to report progress, and execs COMMAND.
 
-All are run by path with `python -I -S`: they start at once, and nothing that the user
-has installed can break them.
+All are run by path with `python -I -S`: they start fast, and nothing that the user has
+installed can break them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-# What Open MPI, MPICH and Slurm call the number of a process.
+# The variables in which Open MPI, MPICH and Slurm give the index of a process.
 NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -34,7 +34,7 @@ def rank(folder: str, command: list[str]) -> None:
     _die_with_parent()
     number = next((os.environ[name] for name in NUMBERS if name in os.environ), None)
     if number is None:
-        sys.exit(f"meshloom: no process number: none of {', '.join(NUMBERS)} is set")
+        sys.exit(f"meshloom: no process index: none of {', '.join(NUMBERS)} is set")
     os.makedirs(folder, exist_ok=True)
     log = os.path.join(folder, f"worker-{number}.log")
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -46,7 +46,7 @@ def rank(folder: str, command: list[str]) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Asks the kernel to kill this process together with its parent."""
+    """Asks the kernel to kill this process when its parent dies."""
     _die_with_parent()
     if os.getppid() != parent:  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
@@ -68,7 +68,7 @@ def heir() -> None:
         change = groups.add if line[0] == "+" else groups.discard
         change(int(line[1:]))
     for group in groups:
-        # Gone by itself; macOS says so with EPERM.
+        # Already gone; macOS reports that as EPERM.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
 

@@ -1,9 +1,9 @@
-"""The log folder of a supervised job, and what of it goes to the terminal.
+"""The log folder of a supervised job, and the part of it that goes to the terminal.
 
 `worker-N.log` is what process N wrote to stdout and stderr, in all attempts; a command
 that starts all of them, such as srun, has a log under its own name. `supervisor.jsonl`
-is one JSON object for each event; `processes` the number of workers, in which a person
-may write another; `progress-N.json` see progress_file.
+has one JSON object for each event. `processes` has the number of workers; write another
+number there to change it. For `progress-N.json` see progress_file.py.
 """
 
 import fcntl
@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-# A pipe that select calls writable takes this much without waiting.
+# A pipe that select calls writable takes this much without blocking.
 CHUNK = select.PIPE_BUF
-# So much of a log is read at a time, to be shown or to look for its last lines.
+# How much of a log is read at a time, to show it or to find its last lines.
 PIECE = 10_000
-COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red
-NOTE = "=="  # begins and ends a line of the supervisor's in a worker's log
+COLORS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red
+NOTE = "=="  # begins and ends the supervisor's lines in a worker's log
 
 
 class Logs:
-    """The folder. Holds it: a second supervisor gets an error."""
+    """The log folder, locked: a second supervisor gets an error."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -40,9 +40,9 @@ class Logs:
                 f"log folder {self.folder} is in use by another supervisor. Wait for "
                 "it, end it, or choose another folder with --logs."
             ) from None
-        # Bytes of each log that were shown, or were there before; the logs of this job.
+        # Bytes of each log of this job that were shown, or were there before.
         self._shown: dict[str, int] = {}
-        self._pending = b""  # to be shown, and not taken yet
+        self._pending = b""  # not yet taken by the terminal
         return self
 
     def __exit__(self, *_):
@@ -50,7 +50,7 @@ class Logs:
         self._events.close()  # closing releases the lock
 
     def of(self, name: str) -> Path:
-        """The log of what the supervisor started under this name."""
+        """Returns the log of what the supervisor started under this name."""
         return self.folder / f"{name.replace(' ', '-')}.log"
 
     def worker(self, number: int) -> Path:
@@ -65,17 +65,17 @@ class Logs:
         self._events.flush()
 
     def note(self, name: str, text: str) -> None:
-        """A line of our own in a log; the terminal is told in other words."""
+        """Adds a line of our own to a log; it is not shown on the terminal."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with open(self.of(name), "ab") as log:
             self._shown.setdefault(name, log.tell())
             log.write(f"{NOTE} {now} {text} {NOTE}\n".encode())
 
     def show(self, seconds: float = 0) -> None:
-        """Passes on what was written to the logs, as far as the terminal takes it.
+        """Copies new log lines to the terminal, as far as it takes them.
 
-        A terminal that is held, or a pipe that nobody reads, must not keep us from
-        watching; what it does not take is shown later, and is in the logs.
+        A paused terminal, or a pipe that nobody reads, must not keep us from watching;
+        what it does not take is shown later, and is in the logs.
         """
         while True:
             while self._pending:
@@ -88,7 +88,7 @@ class Logs:
                 return
 
     def _new_lines(self, name: str) -> bytes:
-        """The next lines of a log that were not shown, each with its prefix."""
+        """Returns the next lines of a log that were not shown, each with a prefix."""
         with open(self.of(name), "rb") as log:
             log.seek(self._shown[name])
             piece = log.read(PIECE)
@@ -104,7 +104,7 @@ class Logs:
         (self.folder / "processes").write_text(f"{size}\n")
 
     def told_size(self, size: int) -> int | None:
-        """The number that a person has written in the place of `size`, if any."""
+        """Returns the number that the user wrote in place of `size`, if any."""
         try:
             text = (self.folder / "processes").read_text().strip()
         except (FileNotFoundError, UnicodeDecodeError):
@@ -114,8 +114,8 @@ class Logs:
         if text.isascii() and text.isdigit() and int(text) > 0:
             return int(text)
         say(
-            f"{self.folder / 'processes'} holds {text[:40]!r}, expected a whole number "
-            f"of processes; continuing with {size}"
+            f"{self.folder / 'processes'} contains {text[:40]!r}, expected a whole "
+            f"number of processes; continuing with {size}"
         )
         self.write_size(size)
         return None
@@ -126,16 +126,16 @@ def is_note(line: bytes) -> bool:
 
 
 def _prefix(name: str) -> bytes:
-    """`0 | ` in a colour of its own for worker 0, where colours are welcome."""
+    """Returns `0 | ` for worker 0, in its own color on a terminal with colors."""
     number = name.removeprefix("worker ")
     text = f"{number} | "
     if number.isdigit() and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        text = f"\033[{COLOURS[int(number) % len(COLOURS)]}m{text}\033[0m"
+        text = f"\033[{COLORS[int(number) % len(COLORS)]}m{text}\033[0m"
     return text.encode()
 
 
 def last_line(log: Path) -> str:
-    """The last line of the last attempt that says something; an error line if any."""
+    """Returns the last nonempty line of the last attempt, or its last error line."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - PIECE))
         lines = file.read().splitlines()
@@ -148,14 +148,14 @@ def last_line(log: Path) -> str:
 
 
 def say(text: str) -> None:
-    """One line to stderr; lost where nobody takes it, but the events have it too."""
+    """Writes a line to stderr; if nobody reads it, the events still have it."""
     offer(sys.stderr.fileno(), f"meshloom launch: {text}\n".encode(), seconds=1)
 
 
 def offer(fd: int, data: bytes, seconds: float = 0) -> int:
-    """Writes what can be written within `seconds`; returns how many bytes that were.
+    """Writes what can be written within `seconds`; returns the number of bytes.
 
-    Where nobody will ever read, a closed pipe or terminal, all bytes count as written.
+    If nobody will ever read them (a closed pipe or terminal), all count as written.
     """
     try:
         if not select.select([], [fd], [], seconds)[1]:

@@ -1,7 +1,7 @@
 """Keeps keys and passwords out of what is written: logs, run folders, manifests.
 
-A value is masked if it may be a secret: by its name (WANDB_API_KEY, --set x.token=...),
-by its form (hf_..., an address https://user:password@host). Only what certainly is one
+A value is masked if it may be a secret, by its name (WANDB_API_KEY, --set x.token=...)
+or by its form (hf_..., https://user:password@host). Only a value that certainly is one
 is refused: `eos_token` and `text_key` are settings like any other.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 MASK = "***"
 
-# The last letters of a word of the name. "tokens" and "tokenizer" are no token.
+# How a word of the name ends. "tokens" and "tokenizer" do not count.
 _ENDINGS = ("key", "keys", "token", "secret", "secrets", "password", "passwd")
 _WORDS = {"passphrase", "credential", "credentials", "signature", "sig", "auth"}
 
-# Names that stand for nothing else, and what keys look like whatever their name is.
+# Names that mean nothing else, and what keys look like whatever they are called.
 _CERTAIN_NAME = re.compile(
     r"passw(or)?d|passphrase|secret|credential"
     r"|(api|access|private|auth|bearer|hf|github|wandb)[_-]?(key|token)",
@@ -31,7 +31,7 @@ _PAIR = re.compile(r"([A-Za-z_][\w.\-]*)=([^\s&'\"]+)")
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a value of this name may be a secret, and is masked."""
+    """Whether a value with this name may be a secret, and is masked."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return any(word.endswith(_ENDINGS) or word in _WORDS for word in words)
 
@@ -46,12 +46,12 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether the text has a key of a known form, or an address with a password."""
+    """Whether the text contains a key of a known form, or a URL with a password."""
     return bool(_PASSWORD.search(text) or _KEY.search(text))
 
 
 def secret_argument(command: Sequence[str]) -> str | None:
-    """Returns the first argument that certainly has a secret, masked; None if none."""
+    """Returns the first argument that certainly is a secret, masked, if any."""
     before = ""
     for word, shown in zip(command, masked_command(command), strict=True):
         if word != shown:
@@ -64,7 +64,7 @@ def secret_argument(command: Sequence[str]) -> str | None:
 
 
 def masked(values: Mapping[str, str]) -> dict[str, str]:
-    """Variables and their values, without secrets. An empty value hides nothing."""
+    """Masks secrets in variables and their values; an empty value is not one."""
     return {
         name: MASK if value and looks_secret(name) else masked_text(value)
         for name, value in values.items()
@@ -72,7 +72,7 @@ def masked(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def masked_text(text: str) -> str:
-    """Text without keys, passwords of addresses and values of secret NAME=VALUE."""
+    """Masks keys, passwords in URLs and the values of secret NAME=VALUE pairs."""
 
     def mask(pair: re.Match) -> str:
         return f"{pair[1]}={MASK}" if looks_secret(pair[1]) else pair[0]
@@ -81,7 +81,7 @@ def masked_text(text: str) -> str:
 
 
 def masked_command(command: Sequence[str]) -> list[str]:
-    """A command line without secrets: of NAME=VALUE, --name=VALUE and --name VALUE."""
+    """Masks secrets in a command line: NAME=VALUE, --name=VALUE and --name VALUE."""
     shown: list[str] = []
     follows_secret = False
     for word in command:
@@ -101,7 +101,7 @@ def _masked_word(word: str) -> str:
 
 
 def _secret_value(word: str) -> int | None:
-    """Where the value of a secret name begins; it extends to the end of the word."""
+    """Returns where a secret value begins; it extends to the end of the word."""
     for equals in re.finditer("=", word):
         name = re.split(r"[=?&\s]", word[: equals.start()])[-1]
         if looks_secret(name):

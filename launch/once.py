@@ -1,4 +1,4 @@
-"""A job that runs once, to its end or to its time limit: nothing is restarted."""
+"""Runs a job once, to its end or a time limit, without restarts."""
 
 import dataclasses
 import time
@@ -10,14 +10,14 @@ from .logs import last_line
 from .target import Command
 from .workers import Heir, Worker
 
-# After one worker has failed the others get so long to end by themselves, so that the
-# one which knows the reason can say it.
+# After one worker has failed, the others get this long to exit by themselves, so that
+# the one that knows the reason can report it.
 LEAVE_SECONDS = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the job ended; `reason` is empty where all is well."""
+    """How the job ended; `reason` is empty if all went well."""
 
     seconds: float
     reason: str = ""
@@ -31,11 +31,11 @@ def run(
     *,
     seconds: float,
 ) -> Outcome:
-    """Runs `command` with each of `envs` at the same time; no process is left.
+    """Runs `command` once for each of `envs`, all at the same time; leaves no process.
 
     Args:
-      logs: a folder; `worker-N.log` in it gets all that worker N prints.
-      seconds: after which workers that still run are killed.
+      logs: a folder; worker N's output goes to `worker-N.log` in it.
+      seconds: time limit, after which running workers are killed.
     """
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -53,12 +53,12 @@ def run(
                 time.sleep(0.01)
     took = time.monotonic() - begin
     endings = [Ending(w.number, w.status) for w in workers if w.status is not None]
-    # Those that we have killed are no cause.
+    # The workers that we killed did not cause anything.
     own = [e for e, w in zip(endings, workers, strict=True) if not w.was_told]
     if (first := cause(own)) is not None:
         line = last_line(_log(logs, first.worker))
-        words = line.removeprefix("meshloom: ")
-        return Outcome(took, f"{first}: {words}", first.status == BAD_INPUT)
+        message = line.removeprefix("meshloom: ")
+        return Outcome(took, f"{first}: {message}", first.status == BAD_INPUT)
     if not in_time:
         line = last_line(_log(logs, 0))
         return Outcome(took, f"killed after {seconds:g} s; its last line: {line}")
@@ -70,9 +70,9 @@ def _log(logs: Path, number: int) -> Path:
 
 
 def _wait(workers: Sequence[Worker], deadline: float) -> bool:
-    """Whether all have ended; returns early where the rest waits for one that failed.
+    """Returns whether all workers ended; gives up early if one failed.
 
-    jax's processes may wait minutes for one that is gone.
+    jax processes may wait minutes for one that is gone.
     """
     failed_at = None
     while (now := time.monotonic()) < deadline:

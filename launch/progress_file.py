@@ -1,24 +1,24 @@
 """The file in which a worker reports progress: a contract between two programs.
 
-A worker finds the file's path in MESHLOOM_PROGRESS, and replaces the file (writes
-another beside it and renames it, so that nobody reads half of it) with one JSON object:
+A worker finds the file's path in MESHLOOM_PROGRESS, and replaces the file atomically
+(writes another one beside it and renames it) with one JSON object:
 
     {"step": 37, "time": 1767225600.0}
 
 - `step`: updates done, as in the logs. null until this process has done an update of
   its own: a restored step is not progress.
 - `time`: Unix time of the report.
-- `allow` (may be missing): seconds that the next report may take, where they are known
-  to be many, as before a compilation. It lengthens the limit, never shortens it.
-- `status` (may be missing): the process is about to end, with this exit status. mpirun
-  and srun give one status for all of them, and not always that: MPICH may forget the
-  status of those that end together, and Slurm kills the others when the first leaves.
+- `allow` (optional): seconds until the next report, where they are known to be many, as
+  before a compilation. It raises the limit, never lowers it.
+- `status` (optional): the process is about to exit with this code. mpirun and srun give
+  one exit code for all processes, and not always the right one: MPICH may lose the
+  codes of processes that exit together, and Slurm kills the others when the first
+  exits.
 
-A report that differs from the one before is progress, so it is made where something
-has been finished (a step, an evaluation, a save) and never by a timer: a heartbeat of
-a process that is stuck would hold everyone. The first report, with step null, is best
-made as soon as the process starts. A worker that never reports is watched for life
-only.
+A report that differs from the last one is progress, so write one when something has
+finished (a step, an evaluation, a save) and never from a timer: the heartbeat of a
+stuck process would make everyone wait. Write the first report, with step null, as soon
+as the process starts. For a worker that never reports, only its death is noticed.
 """
 
 import dataclasses
@@ -27,6 +27,8 @@ import math
 import os
 import time
 from pathlib import Path
+
+from .atomic_file import replace_text
 
 VARIABLE = "MESHLOOM_PROGRESS"
 
@@ -40,9 +42,9 @@ class Report:
 
 
 def read(path: Path) -> Report | None:
-    """The newest report; None where there is none yet.
+    """Returns the newest report; None if there is none yet.
 
-    An empty file is one that somebody writes in place, and not yet a malformed report.
+    An empty file is being written in place, and does not count as malformed.
     """
     try:
         text = path.read_text()
@@ -70,16 +72,16 @@ def write(
         document["allow"] = allow
     if status is not None:
         document["status"] = status
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(document))
-    os.replace(new, path)
+    # A report is of no use once the machine has crashed, and a slow disk must hold up
+    # neither training nor the watchdog.
+    replace_text(path, json.dumps(document), durable=False)
 
 
 def leave(status: int) -> int:
-    """Reports, if anybody wants to know, how this process is about to end.
+    """Reports the code that this process is about to exit with, if it is watched.
 
     Returns:
-      `status`, to end with.
+      `status`, to exit with.
     """
     if path := os.environ.get(VARIABLE):
         last = read(Path(path))
@@ -94,6 +96,6 @@ def _is_time(value: object) -> bool:
 def _malformed(path: Path, text: str) -> ValueError:
     return ValueError(
         f"progress file {path} holds {text[:80]!r}; expected "
-        '{"step": a whole number or null, "time": seconds}. Write it in one piece '
-        "under another name and rename it."
+        '{"step": a whole number or null, "time": seconds}. Write it under '
+        "another name and rename it."
     )

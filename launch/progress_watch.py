@@ -1,4 +1,4 @@
-"""Watching progress: steps, not heartbeats."""
+"""Watches the progress of a group: steps, not heartbeats."""
 
 import collections
 import statistics
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .progress_file import Report
 
-# Where no limit is given: this much, or a multiple of the median between two reports.
+# The default limit: this much, or a multiple of the median time between two reports.
 LEAST_SECONDS, MEDIANS = 60.0, 10
 REMEMBERED = 1000
 
 
 class Watch:
-    """When the group last made progress, and how long it may take to make the next.
+    """Tracks when the group last made progress, and how long it may take to make more.
 
-    The workers of a job go in step, so it is the group that is watched: it has stalled
+    The workers of a job run in lockstep, so the group is watched as one: it has stalled
     when no worker reports anything new within the limit.
 
     Args:
-      slack: the limit is so many times as long, where none is given.
+      slack: factor on the default limit.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """A new attempt: its workers have reported nothing."""
+        """Starts a new attempt, in which no worker has reported yet."""
         self._began = self._last = self._clock()
         self._reports: dict[int, Report] = {}
         self._times: dict[int, float] = {}
 
     @property
     def reports(self) -> Mapping[int, Report]:
-        """The last of each worker that has reported in this attempt."""
+        """The last report of each worker that has reported in this attempt."""
         return self._reports
 
     @property
@@ -54,11 +54,11 @@ class Watch:
         return furthest(self._reports.values())
 
     def see(self, worker: int, report: Report | None) -> bool:
-        """Takes a worker's newest report; whether it is further than any ever was.
+        """Takes a worker's newest report; returns whether the job got further.
 
-        Steps that are done again after a restart are progress of this attempt, and none
-        of the job: else one that always dies at the same step would be restarted for
-        ever.
+        Steps that are repeated after a restart are progress of the attempt but not of
+        the job: otherwise a job that always dies at the same step would be restarted
+        forever.
         """
         before = self._reports.get(worker)
         if report is None or report == before:
@@ -95,11 +95,11 @@ class Watch:
         return self.has_reports and self.silent_seconds > self.limit
 
     @property
-    def is_for_life_only(self) -> bool:
-        """Whether it is time to say that this command reports no progress."""
+    def only_checks_liveness(self) -> bool:
+        """Whether to tell the user that this command reports no progress."""
         return not self.has_reports and self.silent_seconds > self._start_seconds
 
-    def words(self) -> str:
+    def message(self) -> str:
         last = (
             "before the first step" if self.step is None else f"last step {self.step}"
         )

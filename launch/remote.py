@@ -1,14 +1,14 @@
-"""A process on another host, reached by ssh, that ends when nobody wants it any more.
+"""Runs a process on another host through ssh, and ends it when the supervisor is gone.
 
-`remote.py near HOST SILENCE NAMES COMMAND... -- SSH...` runs beside the supervisor, as
+`remote.py near HOST SILENCE NAMES COMMAND... -- SSH...` runs next to the supervisor, as
 one of its workers. It starts SSH..., which runs `remote.py far` on the host, and writes
 to its stdin: one line of JSON with the command, the folder and the variables in NAMES
-(their values are on no command line, where others could read them); then a line every
-second, which says that somebody still wants the process; "stop" when it is told to end.
+(on a command line, others could read their values); then an empty line every second as
+a heartbeat; and "stop" when it is told to stop.
 
-The far side runs the command, and kills it and what it has started when stdin ends or
-is silent for SILENCE seconds: a host that was cut off must not go on by itself, and
-must be free when the job comes back. The exit status travels back through ssh.
+The far side runs the command, and kills it and its children when stdin closes or is
+silent for SILENCE seconds: a host that was cut off must not carry on by itself, and
+must be free when the job comes back. The exit code travels back through ssh.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 
-# As in exit_codes.py, which a program that is run by path cannot import; ssh's own.
+# As in exit_codes.py, which a script run by path cannot import; and ssh's own.
 UNREACHABLE, SSH_FAILED = 69, 255
 BEAT_SECONDS = 1.0
 
@@ -38,28 +38,28 @@ def near(
     }
     process = subprocess.Popen(ssh, stdin=subprocess.PIPE)
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # ssh has ended; it says why
+    with contextlib.suppress(BrokenPipeError):  # ssh has exited, and says why
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.flush()
     while process.poll() is None:
-        # Taken one by one: a signal that comes between is not forgotten.
+        # One at a time, so that a signal that arrives in between is not lost.
         _beat(process.stdin.fileno(), b"stop\n" if told and told.pop() else b"\n")
         _wait(process, told)
     if process.returncode == SSH_FAILED:
-        print(f"meshloom: {host} cannot be reached by {ssh[0]}", file=sys.stderr)
+        print(f"meshloom: cannot reach {host} with {ssh[0]}", file=sys.stderr)
         return UNREACHABLE
     return process.returncode
 
 
-def _beat(fd: int, word: bytes) -> None:
-    """If ssh takes it; one that takes nothing more ends by itself, and says why."""
+def _beat(fd: int, line: bytes) -> None:
+    """Writes without blocking; an ssh that is stuck exits by itself, and says why."""
     os.set_blocking(fd, False)
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
-        os.write(fd, word)
+        os.write(fd, line)
 
 
 def _wait(process: subprocess.Popen, told: list[int]) -> None:
-    """Until the next beat is due, it has ended, or we are told to end."""
+    """Waits until the next beat is due, ssh has exited, or we are told to stop."""
     deadline = time.monotonic() + BEAT_SECONDS
     while time.monotonic() < deadline and process.poll() is None and not told:
         time.sleep(0.05)
@@ -69,14 +69,14 @@ def far() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     first = sys.stdin.buffer.readline()
     if not first:
-        return 0  # nobody is there
+        return 0  # the other side is gone
     order = json.loads(first)
     try:
         os.chdir(order["folder"])
     except OSError as error:
         print(
             f"meshloom: {os.uname().nodename}: folder {order['folder']}: "
-            f"{error.strerror}. It must be there on every host.",
+            f"{error.strerror}. It must exist on every host.",
             file=sys.stderr,
         )
         return 2
@@ -98,27 +98,27 @@ def far() -> int:
 
 
 def _attend(child: subprocess.Popen, silence: float) -> None:
-    """Until the child has ended, or must."""
+    """Waits until the child has exited, or must be killed."""
     heard = time.monotonic()
     while child.poll() is None:
         if select.select([0], [], [], 0.1)[0]:
-            words = os.read(0, 65536)
-            if not words:
+            received = os.read(0, 65536)
+            if not received:
                 return
             heard = time.monotonic()
-            if b"stop" in words:
+            if b"stop" in received:
                 child.terminate()
         elif time.monotonic() - heard > silence:
             host = os.uname().nodename
             print(
-                f"meshloom: {host}: nothing heard for {silence:g} s, ending",
+                f"meshloom: {host}: no heartbeat for {silence:g} s, stopping",
                 file=sys.stderr,
             )
             return
 
 
 def _end(status: int) -> None:
-    """Ends as the process did, so that the supervisor sees a signal as a signal."""
+    """Ends the way the process did, so that the supervisor sees a signal as one."""
     number = status - 128
     if number in signal.valid_signals():
         if number not in (signal.SIGKILL, signal.SIGSTOP):

@@ -1,9 +1,9 @@
-"""All processes of a job meet at the coordinator's address before jax is told of it.
+"""The rendezvous of a job's processes at the coordinator's address, ahead of jax's.
 
-jax aborts a process that has waited too long for the others, and cannot say for whom.
-So process 0 listens there first, by itself: every other process connects, says its
-number and host in one line of JSON, and is answered with the hosts of all once all have
-come. Then process 0 gives the port to jax. A process that does not come is named.
+jax aborts a process that has waited too long for the others, and cannot say for which.
+So process 0 first listens there itself. Every other process connects and sends its
+index and host as one line of JSON; once all have joined, each gets the list of hosts.
+Then process 0 hands the port to jax. A process that does not join is named.
 """
 
 import contextlib
@@ -15,20 +15,27 @@ import time
 from typing import Any
 
 from .exit_codes import Unreachable
-from .process_env import COORDINATOR, JOIN_SECONDS, Place, is_loopback, loopback_error
+from .process_env import (
+    COORDINATOR,
+    JOIN_SECONDS,
+    ProcessEnv,
+    is_loopback,
+    loopback_error,
+)
 
-LINE_BYTES = 4096  # of a greeting; whoever sends more is none of us
+LINE_BYTES = 4096  # longest greeting; anything longer is not from us
 RETRY_SECONDS = 0.05
 SERVICE_SECONDS, SERVICE_RETRY_SECONDS = 10.0, 0.005
 
 
-def resolve(place: Place) -> str:
-    """The address that process 0 shall listen at: the coordinator's, and no other.
+def resolve(env: ProcessEnv) -> str:
+    """Returns the address for process 0 to listen on: the coordinator's, and no other.
 
-    A name may come late to a new pod, so it is looked for as long as a join may take.
+    The name of a new pod may take a while to resolve, so this retries for as long as
+    joining may take.
     """
-    host, port = place.address
-    deadline = time.monotonic() + place.join_seconds
+    host, port = env.address
+    deadline = time.monotonic() + env.join_seconds
     while True:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -38,12 +45,12 @@ def resolve(place: Place) -> str:
                 raise Unreachable(
                     f"the coordinator's host {host!r} has no address here "
                     f"({error.strerror}). Set {COORDINATOR} to a name or address that "
-                    "every host of the job knows."
+                    "every host of the job can resolve."
                 ) from error
             time.sleep(RETRY_SECONDS)
     addresses = [str(answer[4][0]) for answer in found]
-    if place.is_on_several_hosts and is_loopback(addresses[0]):
-        raise loopback_error(place, addresses[0])
+    if env.is_on_several_hosts and is_loopback(addresses[0]):
+        raise loopback_error(env, addresses[0])
     for address in addresses:
         try:
             with _listener(address, 0):
@@ -53,39 +60,39 @@ def resolve(place: Place) -> str:
                 raise
     raise ValueError(
         f"process 0 runs on host {socket.gethostname()!r}, but the coordinator "
-        f"{place.coordinator} ({', '.join(addresses)}) is another machine. Start "
+        f"{env.coordinator} ({', '.join(addresses)}) is another machine. Start "
         f"process 0 there, or set {COORDINATOR} to this host's name."
     )
 
 
 def meet(
-    place: Place, host: str, bind: str | None = None, *, has_gpus: bool = False
+    env: ProcessEnv, host: str, bind: str | None = None, *, has_gpus: bool = False
 ) -> tuple[str, ...]:
-    """Returns the host of every process once all are here, or says who is not.
+    """Waits for every process and returns their hosts, or raises with who is missing.
 
     Args:
-      host: the name of this one.
-      bind: for process 0, the address to listen at.
-      has_gpus: whether this process will use GPUs. One without, whose jax takes the
-        CPU instead, would let the others wait for its devices.
+      host: the name of this host.
+      bind: for process 0, the address to listen on.
+      has_gpus: whether this process will use GPUs. If one has none and jax falls back
+        to the CPU there, the others would wait for its devices.
     """
-    if place.num_processes == 1:
+    if env.num_processes == 1:
         return (host,)
-    if place.process_id == 0:
+    if env.process_id == 0:
         assert bind is not None
-        return _Reception(place, host, bind, has_gpus).run()
-    return _attend(place, host, has_gpus)
+        return _Reception(env, host, bind, has_gpus).run()
+    return _attend(env, host, has_gpus)
 
 
-def wait_for_service(place: Place) -> None:
-    """Returns once process 0's jax listens; for the others, after they have met.
+def wait_for_service(env: ProcessEnv) -> None:
+    """Waits until jax listens in process 0; the others call this after `meet`.
 
-    jax's client, where it is refused once, waits a second before it tries again.
+    jax's client waits a second after a refused connection before it tries again.
     """
     deadline = time.monotonic() + SERVICE_SECONDS
-    while time.monotonic() < deadline:  # after that jax says what is wrong
+    while time.monotonic() < deadline:  # after that jax reports what is wrong
         with contextlib.suppress(OSError):
-            socket.create_connection(place.address, timeout=1).close()
+            socket.create_connection(env.address, timeout=1).close()
             return
         time.sleep(SERVICE_RETRY_SECONDS)
 
@@ -105,24 +112,24 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 class _Reception:
-    """Process 0, while the others arrive."""
+    """Process 0's side: accepts the others until all have joined."""
 
-    def __init__(self, place: Place, host: str, bind: str, has_gpus: bool):
-        self._place, self._bind, self._has_gpus = place, bind, has_gpus
+    def __init__(self, env: ProcessEnv, host: str, bind: str, has_gpus: bool):
+        self._env, self._bind, self._has_gpus = env, bind, has_gpus
         self._hosts = {0: host}
-        self._numbers: dict[socket.socket, int] = {}  # of those who have come
-        self._heard: dict[socket.socket, bytes] = {}  # of those who have not said it
+        self._numbers: dict[socket.socket, int] = {}  # of those that have joined
+        self._heard: dict[socket.socket, bytes] = {}  # received so far
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> tuple[str, ...]:
-        place = self._place
-        deadline = time.monotonic() + place.join_seconds
+        env = self._env
+        deadline = time.monotonic() + env.join_seconds
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(self._listen())
             stack.enter_context(self._selector)
             stack.callback(self._close)
             self._selector.register(listener, selectors.EVENT_READ)
-            while len(self._hosts) < place.num_processes:
+            while len(self._hosts) < env.num_processes:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise Unreachable(self._missing())
@@ -131,21 +138,21 @@ class _Reception:
                         self._welcome(listener.accept()[0])
                     else:
                         self._hear(key.fileobj)  # type: ignore
-            hosts = tuple(self._hosts[i] for i in range(place.num_processes))
-            listener.close()  # before the answer: the next to connect must find jax
+            hosts = tuple(self._hosts[i] for i in range(env.num_processes))
+            listener.close()  # before the reply: whoever connects next must find jax
             self._answer({"hosts": hosts})
         return hosts
 
     def _listen(self) -> socket.socket:
-        host, port = self._place.address
+        host, port = self._env.address
         try:
             return _listener(self._bind, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise Unreachable(
-                f"port {port} of the coordinator {self._place.coordinator} is taken by "
-                f"another program on this host. Set {COORDINATOR} to {host} with "
+                f"port {port} of the coordinator {self._env.coordinator} is in use "
+                f"by another program on this host. Set {COORDINATOR} to {host} with "
                 "another port."
             ) from error
 
@@ -156,17 +163,17 @@ class _Reception:
 
     def _hear(self, guest: socket.socket) -> None:
         try:
-            said = guest.recv(LINE_BYTES)
+            received = guest.recv(LINE_BYTES)
         except OSError:
-            said = b""  # gone
-        self._heard[guest] = heard = self._heard[guest] + said
-        if not said or len(heard) > LINE_BYTES:
+            received = b""  # gone
+        self._heard[guest] = heard = self._heard[guest] + received
+        if not received or len(heard) > LINE_BYTES:
             self._part(guest)
         elif heard.endswith(b"\n") and guest not in self._numbers:
             self._register(guest, heard)
 
     def _part(self, guest: socket.socket) -> None:
-        """Somebody left: a stranger, or a process that may come again."""
+        """Drops a connection: a stranger's, or a process that may connect again."""
         self._selector.unregister(guest)
         self._heard.pop(guest)
         guest.close()
@@ -175,44 +182,48 @@ class _Reception:
 
     def _register(self, guest: socket.socket, line: bytes) -> None:
         try:
-            said = json.loads(line)
-            number, count, host = said["process"], said["count"], str(said["host"])
-            has_gpus = said["gpus"]
+            received = json.loads(line)
+            number, count, host = (
+                received["process"],
+                received["count"],
+                str(received["host"]),
+            )
+            has_gpus = received["gpus"]
         except (ValueError, KeyError, TypeError):
-            self._part(guest)  # no process of ours: a port scanner, a browser
+            self._part(guest)  # not one of our processes: a port scanner, a browser
             return
-        place = self._place
-        if count != place.num_processes:
+        env = self._env
+        if count != env.num_processes:
             self._refuse(
                 f"process {number} on {host} expects {count} processes in this job, "
-                f"process 0 on {self._hosts[0]} expects {place.num_processes}. Start "
-                "all processes with the same number, each job with its own port."
+                f"process 0 on {self._hosts[0]} expects {env.num_processes}. Start "
+                "all processes with the same count, and each job on its own port."
             )
         if number in self._hosts:
             self._refuse(
-                f"two processes of this job have the number {number}: one on "
-                f"{self._hosts[number]}, one on {host}. Give each its own number, and "
-                "each job its own port."
+                f"two processes of this job have index {number}: one on "
+                f"{self._hosts[number]}, one on {host}. Give each process its own "
+                "index, and each job its own port."
             )
         if has_gpus != self._has_gpus:
             names = [f"process {number} on {host}", f"process 0 on {self._hosts[0]}"]
             without, other = names if self._has_gpus else reversed(names)
             self._refuse(
-                f"{without} has no GPU that it may use, {other} has. Look at the "
-                "driver there (nvidia-smi), or keep all on the CPU."
+                f"{without} has no usable GPU, but {other} has. Check the driver there "
+                "(nvidia-smi), or run all processes on the CPU."
             )
         self._numbers[guest], self._hosts[number] = number, host
 
-    def _refuse(self, words: str) -> None:
-        self._answer({"error": words})
-        raise ValueError(words)
+    def _refuse(self, message: str) -> None:
+        self._answer({"error": message})
+        raise ValueError(message)
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        """Tells all; the others close first, so that the port is free at once."""
+        """Replies to all; the others close first, so that the port is free at once."""
         for guest in self._heard:
             guest.setblocking(True)
             guest.settimeout(10)
-            with contextlib.suppress(OSError):  # it has left; jax will miss it
+            with contextlib.suppress(OSError):  # it is gone; jax will notice
                 guest.sendall(json.dumps(answer).encode() + b"\n")
                 while guest.recv(LINE_BYTES):
                     continue
@@ -222,68 +233,68 @@ class _Reception:
             guest.close()
 
     def _missing(self) -> str:
-        place = self._place
-        missing = [i for i in range(place.num_processes) if i not in self._hosts]
-        names = ", ".join(place.name(i) for i in missing[:8])
+        env = self._env
+        missing = [i for i in range(env.num_processes) if i not in self._hosts]
+        names = ", ".join(env.name(i) for i in missing[:8])
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        words = (
-            f"waited {place.join_seconds:g} s for all {place.num_processes} processes "
-            f"of this job at {place.coordinator}, but {names}{more} did not come. Look "
-            f"whether it was started and what it printed, or wait longer with "
+        message = (
+            f"waited {env.join_seconds:g} s for all {env.num_processes} processes "
+            f"of this job at {env.coordinator}, but {names}{more} did not join. "
+            "Check whether it was started and what it printed, or wait longer with "
             f"{JOIN_SECONDS}."
         )
         if is_loopback(self._bind):
-            words += (
-                f" {place.coordinator} is {self._bind} here, which can be reached from "
-                "this host only."
+            message += (
+                f" {env.coordinator} is {self._bind} here, which only this host can "
+                "reach."
             )
-        self._answer({"error": words, "kind": "unreachable"})
-        return words
+        self._answer({"error": message, "kind": "unreachable"})
+        return message
 
 
-def _attend(place: Place, host: str, has_gpus: bool) -> tuple[str, ...]:
-    """Another process than 0: comes, says who it is, waits for the answer."""
+def _attend(env: ProcessEnv, host: str, has_gpus: bool) -> tuple[str, ...]:
+    """Any other process's side: connects, sends its index, waits for the reply."""
     greeting = {
-        "process": place.process_id,
+        "process": env.process_id,
         "host": host,
-        "count": place.num_processes,
+        "count": env.num_processes,
         "gpus": has_gpus,
     }
-    deadline = time.monotonic() + place.join_seconds
-    problem = "nobody listens there"
+    deadline = time.monotonic() + env.join_seconds
+    problem = "nothing is listening there"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection(place.address, timeout=left) as line:
+            with socket.create_connection(env.address, timeout=left) as line:
                 line.sendall(json.dumps(greeting).encode() + b"\n")
-                # Process 0 may have begun to wait after us, and names who is missing.
-                line.settimeout(left + place.join_seconds)
+                # Process 0 may have started to wait after us, and names who is missing.
+                line.settimeout(left + env.join_seconds)
                 text = line.makefile("rb").readline()
-        except OSError as error:  # not there yet; what it was is said at the end
+        except OSError as error:  # not there yet; reported at the deadline
             problem = error.strerror or str(error) or type(error).__name__
         else:
             if text:
-                return _told(json.loads(text), place)
-            problem = "process 0 left while it waited for the others"
+                return _told(json.loads(text), env)
+            problem = "process 0 exited while waiting for the others"
         time.sleep(min(RETRY_SECONDS, max(left, 0)))
-    raise Unreachable(_unreached(place, host, problem))
+    raise Unreachable(_unreached(env, host, problem))
 
 
-def _told(answer: dict[str, Any], place: Place) -> tuple[str, ...]:
+def _told(answer: dict[str, Any], env: ProcessEnv) -> tuple[str, ...]:
     if "error" in answer:
         kind = Unreachable if answer.get("kind") == "unreachable" else ValueError
         raise kind(f"process 0 of this job says: {answer['error']}")
     return tuple(map(str, answer["hosts"]))
 
 
-def _unreached(place: Place, host: str, problem: str) -> str:
-    words = (
-        f"process {place.process_id} on {host} tried for {place.join_seconds:g} s to "
-        f"reach process 0 at {place.coordinator}: {problem}. Look whether process 0 "
-        "was started and what it printed, and whether a firewall is between."
+def _unreached(env: ProcessEnv, host: str, problem: str) -> str:
+    message = (
+        f"process {env.process_id} on {host} tried for {env.join_seconds:g} s to "
+        f"reach process 0 at {env.coordinator}: {problem}. Check whether process "
+        "0 was started, what it printed, and whether a firewall is in between."
     )
-    if is_loopback(place.address[0]):
-        words += (
-            f" {place.address[0]} can be reached from the host of process 0 only: set "
-            f"{COORDINATOR} to a name that other hosts know."
+    if is_loopback(env.address[0]):
+        message += (
+            f" {env.address[0]} can only be reached from process 0's own host: set "
+            f"{COORDINATOR} to a name that other hosts can resolve."
         )
-    return words
+    return message

@@ -1,11 +1,11 @@
-"""Whether, when and with how many processes a group that died is started again."""
+"""Decides whether, when and with how many processes to restart a group that died."""
 
 import dataclasses
 
 from .exit_codes import BAD_INPUT, GAVE_UP, Ending
 
-# So often the same worker must be the one that dies, in attempts that follow each other
-# and get nowhere, until the job goes on without it.
+# If the same worker dies this many times in a row without progress, the job continues
+# without it.
 DEATHS_TO_SHRINK = 2
 
 
@@ -13,7 +13,7 @@ DEATHS_TO_SHRINK = 2
 class Decision:
     """What to do after a death: end with `status`, or restart after `delay` seconds."""
 
-    words: str
+    message: str
     status: int | None = None
     delay: float = 0.0
 
@@ -21,9 +21,9 @@ class Decision:
 class Restarts:
     """Counts restarts without progress, and chooses the number of processes.
 
-    A new number starts a new count. Sizes that the command refuses (status 2, as where
-    the batch is not divided by the devices) are passed over when the group shrinks; a
-    number that a person asked for and that is refused is taken back.
+    A new size resets the count. Sizes that the command refuses (exit code 2, for
+    instance if the devices do not divide the batch) are skipped when the group shrinks;
+    a refused size that the user requested is reverted.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Restarts:
         self._others = []
 
     def resize(self, size: int) -> None:
-        """A person asked for it."""
+        """Takes the size that the user requested."""
         self._change(size, others=[self.size])
 
     def after(self, death: Ending | None) -> Decision:
-        """Decides after a death; after a stall, which nobody is blamed for, None."""
+        """Decides after a death, or after a stall (None), which no worker caused."""
         if death is not None and death.status == BAD_INPUT:
             return self._after_refusal()
         self._count_death(death)
@@ -103,7 +103,7 @@ class Restarts:
 
     @property
     def _delay(self) -> float:
-        """None after a first death; deaths that follow without progress wait longer."""
+        """0 after a first death; longer after each further one without progress."""
         if self._count < 2:
             return 0.0
         return min(

@@ -1,8 +1,8 @@
-"""What schedulers tell a process of its job, in environment variables.
+"""Reads what schedulers say about a process's job in environment variables.
 
-Each reader returns None where its scheduler has not started this process as one of
-several. An MPI launcher comes before Slurm: inside a Slurm job it starts its own
-helpers by srun, whose variables the processes inherit.
+Each reader returns None unless its scheduler started this process as one of several.
+MPI launchers come before Slurm: inside a Slurm job they start their own daemons with
+srun, whose variables the processes inherit.
 """
 
 import dataclasses
@@ -10,17 +10,17 @@ import re
 import zlib
 from collections.abc import Mapping
 
-# Ports that we choose, below those that systems give out by themselves.
+# The ports we choose from, below the ephemeral range of operating systems.
 PORTS = range(20000, 28000)
-# Slurm numbers what no srun has started (a batch script, an interactive shell) so high.
+# Slurm gives steps without srun (a batch script, an interactive shell) ids from here.
 SPECIAL_STEPS = 0xFFFFFFF0
-# Beside those that libtpu takes (8471 to 8481).
+# Next to the ports that libtpu uses (8471 to 8481).
 TPU_PORT = 8482
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of a job; None and () where it is not."""
+    """What is known about a job; None and () for what is not."""
 
     source: str
     num_processes: int | None = None
@@ -41,14 +41,14 @@ def find(env: Mapping[str, str]) -> Facts | None:
 
 
 def whole(env: Mapping[str, str], name: str) -> int:
-    """The number in a variable that is there."""
+    """Returns the whole number in a variable that is set."""
     if not env[name].isdecimal():
         raise ValueError(f"{name} must be a whole number, got {env[name]!r}")
     return int(env[name])
 
 
 def expand(nodes: str) -> list[str]:
-    """The names of a Slurm node list: n[0-1,4],m7 is n0, n1, n4, m7."""
+    """Expands a Slurm node list: n[0-1,4],m7 is n0, n1, n4, m7."""
     found = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         names = [""]
@@ -60,7 +60,7 @@ def expand(nodes: str) -> list[str]:
 
 
 def _range(text: str) -> list[str]:
-    """008-011 with its zeros; a single number, or nothing, as it is."""
+    """Expands 008-011 with its zeros; returns anything else as it is."""
     first, dash, last = text.partition("-")
     if not dash:
         return [text]
@@ -68,7 +68,7 @@ def _range(text: str) -> list[str]:
 
 
 def _port(*job: str) -> int:
-    """The same for all processes of a job, another for most other jobs."""
+    """Returns a port that all processes of a job agree on, and few other jobs share."""
     return PORTS[zlib.crc32(".".join(job).encode()) % len(PORTS)]
 
 
@@ -82,8 +82,8 @@ def _open_mpi(env: Mapping[str, str]) -> Facts | None:
         return None
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "Open MPI")
     facts = _mpi(env, "Open MPI", prefix, job)
-    # Open MPI 4 says where mpirun runs, which is where process 0 is unless a host list
-    # says otherwise; binding to that address finds it out. Open MPI 5 does not say it.
+    # Open MPI 4 says where mpirun runs. Process 0 is there too, unless a host list says
+    # otherwise; then binding to that address fails. Open MPI 5 does not say it.
     uri = re.search(r"tcp://([\d.]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     if facts is not None and facts.coordinator is None and uri is not None:
         address = f"{uri[1]}:{_port(job)}"
@@ -95,7 +95,7 @@ def _mpich(env: Mapping[str, str]) -> Facts | None:
     if not {"PMI_RANK", "PMI_SIZE"} <= env.keys():
         return None
     if "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env:
-        return None  # srun itself speaks PMI, and says more in its own variables
+        return None  # srun itself speaks PMI, and its own variables say more
     renamed = {
         "RANK": "PMI_RANK",
         "SIZE": "PMI_SIZE",
@@ -103,8 +103,8 @@ def _mpich(env: Mapping[str, str]) -> Facts | None:
         "LOCAL_SIZE": "MPI_LOCALNRANKS",
     }
     known = {new: env[old] for new, old in renamed.items() if old in env}
-    # MPICH's mpiexec gives its job no id: a second one on this host at the same time
-    # is told that the port is taken.
+    # MPICH's mpiexec does not give its job an id: a second job on this host at the same
+    # time gets an error that the port is in use.
     return _mpi(known, "MPICH", "", env.get("PMI_JOBID", "MPICH"))
 
 
@@ -120,12 +120,12 @@ def _mpi(env: Mapping[str, str], source: str, prefix: str, job: str) -> Facts | 
         local_id=_optional(env, f"{prefix}LOCAL_RANK"),
         local_count=local_count,
         remedy=f"{source} does not say where process 0 is: start the job with "
-        "`meshloom launch mpi`, or set MESHLOOM_COORDINATOR to host:port of it.",
+        "`meshloom launch mpi`, or set MESHLOOM_COORDINATOR to its host:port.",
     )
     if local_count == count:
         coordinator = f"127.0.0.1:{_port(job)}"
         return dataclasses.replace(facts, num_hosts=1, coordinator=coordinator)
-    if local_count is not None:  # how many hosts are left is not known, but not none
+    if local_count is not None:  # a lower bound: hosts may have fewer
         facts = dataclasses.replace(facts, num_hosts=-(-count // local_count))
     return facts
 
@@ -146,7 +146,7 @@ def _slurm(env: Mapping[str, str]) -> Facts | None:
     number, local_id = whole(env, "SLURM_PROCID"), _optional(env, "SLURM_LOCALID")
     node = _optional(env, "SLURM_NODEID")
     hosts: tuple[str, ...] = ()
-    # In blocks, the first node has the first tasks; srun can deal them out otherwise.
+    # With blocks, the first node has the first tasks; srun has other distributions.
     in_blocks = env.get("SLURM_DISTRIBUTION", "block").startswith("block")
     if in_blocks and len(tasks) == len(nodes) and sum(tasks) == count:
         hosts = tuple(n for n, k in zip(nodes, tasks, strict=True) for _ in range(k))
@@ -163,7 +163,7 @@ def _slurm(env: Mapping[str, str]) -> Facts | None:
 
 
 def _tasks(text: str) -> list[int]:
-    """Tasks of each node from Slurm's 2(x3),1."""
+    """Returns the tasks of each node from Slurm's 2(x3),1."""
     found = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(number)] * int(times or 1)
@@ -171,7 +171,7 @@ def _tasks(text: str) -> list[int]:
 
 
 def _cloud_tpu(env: Mapping[str, str]) -> Facts | None:
-    """A slice of several hosts on GKE, or several slices."""
+    """Reads a slice of several hosts on GKE, or several slices."""
     if not {"TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"} <= env.keys():
         return None
     hosts = tuple(env["TPU_WORKER_HOSTNAMES"].split(","))
@@ -195,13 +195,13 @@ def _cloud_tpu(env: Mapping[str, str]) -> Facts | None:
 
 
 def _kubeflow(env: Mapping[str, str]) -> Facts | None:
-    """What the JAX runtime of Kubeflow Trainer 2 documents."""
+    """Reads the variables that the JAX runtime of Kubeflow Trainer 2 documents."""
     count, number = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
     if not {count, number} & env.keys() or env.get(count) == "1":
         return None
     address = env.get("JAX_COORDINATOR_ADDRESS")
     missing = {count, number, "JAX_COORDINATOR_ADDRESS"} - env.keys()
-    remedy = f"{', '.join(sorted(missing))} would say it, which is not set either."
+    remedy = f"Kubeflow would set {', '.join(sorted(missing))}, which is missing too."
     return Facts(
         "Kubernetes",
         _optional(env, count),
@@ -212,9 +212,9 @@ def _kubeflow(env: Mapping[str, str]) -> Facts | None:
 
 
 def _kubernetes(env: Mapping[str, str]) -> Facts | None:
-    """A pod of an indexed Job: it knows its number, our variables say the rest.
+    """Reads the index of a pod of an indexed Job; our variables say the rest.
 
-    Of several jobs in a JobSet, each is told which one it is in.
+    In a JobSet of several jobs, a pod is also told the index of its job.
     """
     ours = {"MESHLOOM_COORDINATOR", "MESHLOOM_NUM_PROCESSES"} & env.keys()
     if "JOB_COMPLETION_INDEX" not in env or not ours:

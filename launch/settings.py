@@ -1,4 +1,4 @@
-"""How a group of workers is run, checked."""
+"""The settings of a group of workers, validated."""
 
 import dataclasses
 
@@ -8,18 +8,18 @@ class Settings:
     """How a group is run; times are in seconds.
 
     Attributes:
-      min_processes: the group may shrink to this many; None keeps it whole.
-      max_restarts: how many may follow each other without progress.
-      stall_seconds: without progress after the first step; None is 90, or 15 times the
-        median between two reports if that is more.
-      start_seconds: without progress before the first step, which is compiled.
-      grace_seconds: for workers that were told to save and leave.
-      end_seconds: for the others after a death. Short: they can save nothing without
-        the dead one, and jax swallows the SIGTERM.
-      repeat_seconds: within this time a second signal to stop is the first one again.
-        GNU timeout sends each twice, and schedulers may signal every process of a job.
-      first_delay, longest_delay: before the second restart without progress, from
-        which on it doubles; the first comes at once.
+      min_processes: the group may shrink to this many; None keeps all of them.
+      max_restarts: the limit on restarts in a row without progress.
+      stall_seconds: the limit without progress after the first step; None for 90, or 15
+        times the median time between two reports if that is more.
+      start_seconds: the limit without progress before the first step, which compiles.
+      grace_seconds: how long workers may take to save and exit when told to.
+      end_seconds: how long the others may take after a death. Short: they cannot save
+        without the dead one, and jax swallows the SIGTERM.
+      repeat_seconds: a second stop signal within this time counts as the first one. GNU
+        timeout sends each signal twice, and schedulers may signal every process.
+      first_delay, longest_delay: the first restart without progress is immediate, the
+        second waits `first_delay`, and each later one twice as long as the last.
     """
 
     processes: int
@@ -42,7 +42,7 @@ class Settings:
         if self.min_processes is not None and self.min_processes > self.processes:
             raise ValueError(
                 f"--min-processes is {self.min_processes}, more than --processes "
-                f"{self.processes}; it is what the group may shrink to"
+                f"{self.processes}; it is the size that the group may shrink to"
             )
         if self.max_restarts < 0:
             raise ValueError(

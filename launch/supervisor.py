@@ -1,8 +1,8 @@
-"""Runs the processes of a job, wherever they are, and brings them back when they die.
+"""Runs the processes of a job, wherever they are, and restarts them when they die.
 
-It lives outside of what it watches, so it survives what kills a jax process, process 0
-included. Exit statuses are in exit_codes.py, what counts as progress is in
-progress_file.py, when a group is given up or made smaller in restarts.py.
+It is a process of its own, so it survives whatever kills a jax process, process 0
+included. See exit_codes.py for exit codes, progress_file.py for what counts as
+progress, and restarts.py for when a group shrinks or is given up.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .target import Attempt, Target
 from .warm import Warm
 from .workers import Group, Heir
 
-# A worker's own watchdog comes first: it knows where its threads stand.
+# A worker's own watchdog fires first: it can dump the stacks of its threads.
 SLACK = 1.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -41,7 +41,7 @@ class Outcome:
 class Supervisor:
     """Runs the processes of one job on a target until the job is done.
 
-    Must run in the main thread: it takes the signals, and the kernel ends the workers
+    Must run in the main thread: it handles signals, and the kernel kills the workers
     when the thread that started them ends.
     """
 
@@ -63,13 +63,13 @@ class Supervisor:
             longest_delay=settings.longest_delay,
         )
         self._attempt = 0
-        self._reason = ""  # why the attempt before ended
+        self._reason = ""  # why the previous attempt ended
         self._told: list[int] = []  # signals to stop, in the order they came
         self._told_at = 0.0
-        self._said: set[str] = set()  # what is said once
+        self._said: set[str] = set()  # messages that are shown only once
 
     def run(self) -> int:
-        """Returns the exit status; leaves no process behind."""
+        """Returns the exit code; leaves no process behind."""
         with self._logs, self._heir, self._warm, self._catching_signals():
             self._logs.write_size(self._restarts.size)
             say(f"{_processes(self._restarts.size)}, logs in {self._logs.folder}")
@@ -109,7 +109,7 @@ class Supervisor:
         if (size := self._asked_size()) is not None:
             before = self._restarts.size
             self._restarts.resize(size)
-            self._resized(before, "a person has asked for it")
+            self._resized(before, "requested by the user")
         self._attempt += 1
         size = self._restarts.size
         attempt = Attempt(self._attempt, size, settings.processes, self._reason)
@@ -137,7 +137,7 @@ class Supervisor:
             group.kill()
         endings = group.endings(self._watch.reports)
         for worker, ending in zip(group.workers, endings, strict=True):
-            by_us = f", told to end by the supervisor: {outcome.reason}"
+            by_us = f", stopped by the supervisor: {outcome.reason}"
             text = f"attempt {self._attempt}: {ending}{by_us * worker.was_told}"
             logs.note(worker.name, text)
         return dataclasses.replace(outcome, endings=tuple(endings))
@@ -147,13 +147,13 @@ class Supervisor:
         settings, watch = self._settings, self._watch
         while True:
             group.poll()
-            self._look()  # after that, so that the last reports of the dead count
+            self._look()  # after polling, so that the last reports of the dead count
             if self._told:
                 return self._stop(group)
             if death := exit_codes.cause(group.endings(watch.reports)):
                 self._logs.event("death", attempt=self._attempt, **_fields(death))
                 if death.status == PREEMPTED:
-                    # The others are leaving too, and a second SIGTERM would end them
+                    # The others are exiting too, and a second SIGTERM would end them
                     # before they have saved.
                     self._wait(group, settings.grace_seconds)
                 else:
@@ -162,19 +162,19 @@ class Supervisor:
             if group.has_ended:
                 return Outcome("done")
             if watch.has_stalled:
-                reason, fields = watch.words(), {"attempt": self._attempt}
+                reason, fields = watch.message(), {"attempt": self._attempt}
                 self._logs.event("stall", **fields, step=watch.step, reason=reason)
                 self._end(group, settings.end_seconds)
                 return Outcome("stall", reason)
             if (size := self._asked_size()) is not None:
                 reason = f"told to continue with {_processes(size)}"
-                say(f"{reason}: telling the workers to save and leave")
+                say(f"{reason}: asking the workers to save and exit")
                 self._end(group, settings.grace_seconds)
                 return Outcome("resize", reason)
             time.sleep(settings.poll_seconds)
 
     def _look(self) -> None:
-        """Takes in what the workers report, and shows what they print."""
+        """Reads the workers' reports, and shows what they print."""
         self._logs.show()
         for number in range(self._restarts.size):
             try:
@@ -184,8 +184,8 @@ class Supervisor:
                 continue
             if self._watch.see(number, report):
                 self._restarts.progress()
-        if self._watch.is_for_life_only:
-            self._say_once("the workers report no progress: watched for life only")
+        if self._watch.only_checks_liveness:
+            self._say_once("the workers report no progress: only deaths are noticed")
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
@@ -194,15 +194,15 @@ class Supervisor:
             say(text)
 
     def _end(self, group: Group, seconds: float) -> None:
-        """Tells all workers to end, and waits for them."""
+        """Asks all workers to exit, and waits for them."""
         for worker in group.workers:
             worker.ask_to_end()
         self._wait(group, seconds)
 
     def _wait(self, group: Group, seconds: float) -> None:
-        """Waits for all workers to end; who has not after `seconds` will be killed.
+        """Waits up to `seconds` for all workers; the caller kills the rest.
 
-        Where one dies meanwhile, the others can save nothing without it.
+        Cuts the wait short if one dies meanwhile: the others cannot save without it.
         """
         deadline = time.monotonic() + seconds
         while not group.poll() and time.monotonic() < deadline:
@@ -216,11 +216,11 @@ class Supervisor:
             time.sleep(self._settings.poll_seconds)
 
     def _stop(self, group: Group) -> Outcome:
-        """Lets the workers save and leave; a second signal kills them at once."""
+        """Lets the workers save and exit; a second signal kills them at once."""
         seconds = self._settings.grace_seconds
         name = exit_codes.signal_name(self._told[0])
         say(
-            f"{name}: telling the workers to save and leave within {seconds:g} s; a "
+            f"{name}: asking the workers to save and exit within {seconds:g} s; a "
             "second signal kills them"
         )
         self._end(group, seconds)
@@ -229,7 +229,7 @@ class Supervisor:
     # Between attempts.
 
     def _after(self, outcome: Outcome) -> int | None:
-        """The status to end with, or None for another attempt."""
+        """Returns the exit code, or None for another attempt."""
         if outcome.kind == "done":
             self._logs.event("done", attempt=self._attempt)
             say(f"done at attempt {self._attempt}")
@@ -245,13 +245,13 @@ class Supervisor:
         decision = self._restarts.after(outcome.death)
         said = ""
         if outcome.death is not None and outcome.death.status == BAD_INPUT:
-            said = f", saying {self._last_words(outcome.death)!r}"
-        say(f"attempt {self._attempt}: {outcome.reason}{said}; {decision.words}")
+            said = f", saying {self._last_line(outcome.death)!r}"
+        say(f"attempt {self._attempt}: {outcome.reason}{said}; {decision.message}")
         if decision.status is not None:
-            self._logs.event("failed", status=decision.status, reason=decision.words)
+            self._logs.event("failed", status=decision.status, reason=decision.message)
             return decision.status
         if self._restarts.size != size:
-            self._resized(size, decision.words)
+            self._resized(size, decision.message)
         self._logs.event(
             "restart",
             attempt=self._attempt + 1,
@@ -264,20 +264,20 @@ class Supervisor:
             time.sleep(self._settings.poll_seconds)
         return None
 
-    def _last_words(self, death: Ending) -> str:
-        """Of a worker, or of any process that a lone command has started."""
+    def _last_line(self, death: Ending) -> str:
+        """Returns a worker's last line, or that of any process it has started."""
         logs = [self._logs.worker(n) for n in range(self._restarts.size)]
         own = self._logs.of(death.name)
-        words = [last_line(log) for log in ([own] if own in logs else [*logs, own])]
-        errors = [line for line in words if line.startswith("meshloom: ")]
-        return (errors or words)[0]
+        lines = [last_line(log) for log in ([own] if own in logs else [*logs, own])]
+        errors = [line for line in lines if line.startswith("meshloom: ")]
+        return (errors or lines)[0]
 
     def _asked_size(self) -> int | None:
-        """A number of processes that a person has asked for and that can be had."""
+        """Returns the number of processes that the user requested, if possible."""
         size, most = self._logs.told_size(self._restarts.size), self._target.most
         if size is not None and most is not None and size > most:
             self._logs.write_size(self._restarts.size)
-            say(f"asked for {size} processes, but the hosts have room for {most}")
+            say(f"{size} processes were requested, but the hosts have room for {most}")
             return None
         return size
 
@@ -285,12 +285,12 @@ class Supervisor:
         ends = [ending.status for ending in outcome.endings]
         status = exit_codes.after_stop(ends, self._told[0])
         self._logs.event("stop", signal=self._told[0], status=status)
-        words = "not every worker has saved; the last checkpoint is what is left"
+        message = "not every worker saved; the job continues from the last checkpoint"
         if status == PREEMPTED:
-            words = "every worker has saved and left"
+            message = "every worker saved and exited"
         elif status == DONE:
-            words = "every worker is done"
-        say(f"stopped: {words}")
+            message = "every worker is done"
+        say(f"stopped: {message}")
         return status
 
     def _resized(self, before: int, reason: str) -> None:

@@ -1,10 +1,9 @@
 """Where a job runs: the interface of the modules in targets/.
 
-Every target answers the same five questions. For one that is supervised (`Target`; this
-machine, mpirun, srun, ssh) it is `hosts`, `environment` and `start`; the supervisor
-follows what was started and stops it by SIGTERM, so nothing of that is written twice.
-One that hands the job to a scheduler and leaves it there (`Submitted`; sbatch, kubectl)
-has `follow` and `stop` of its own.
+A supervised target (`Target`: this machine, mpirun, srun, ssh) has `hosts`,
+`environment` and `start`; the supervisor follows what was started and stops it. A
+target that hands the job over to a scheduler (`Submitted`: sbatch, kubectl) also has
+its own `follow` and `stop`.
 """
 
 import abc
@@ -23,7 +22,7 @@ from .logs import Logs
 from .schedulers import PORTS
 
 GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
-# Variables that processes on other hosts are given too, where they are set here.
+# Variables that are passed on to other hosts, if they are set here.
 CARRIED = ("MESHLOOM_", "JAX_", "XLA_", "LIBTPU_", "NCCL_", "TPU_", "GLOO_")
 CARRIED_WHOLE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NPROC", "PYTHONUNBUFFERED")
 
@@ -33,8 +32,8 @@ class Attempt:
     """One start of all processes of a job.
 
     Attributes:
-      full_size: processes of the job when it is whole; None for as many as now.
-      reason: why the attempt before ended; "" for the first.
+      full_size: processes of the job before it shrank; None for as many as now.
+      reason: why the previous attempt ended; "" for the first.
     """
 
     number: int
@@ -48,9 +47,9 @@ class Command:
     """What the supervisor runs on this machine.
 
     Attributes:
-      name: what messages call it, and its log.
-      stop_signal: makes its processes save and leave.
-      host: where its process runs, if that is elsewhere.
+      name: its name in messages, and of its log.
+      stop_signal: makes its processes save and exit.
+      host: where its process runs, if not on this host.
     """
 
     name: str
@@ -68,8 +67,8 @@ class Target(abc.ABC):
 
     Attributes:
       most: processes that the hosts have room for; None for any number.
-      warm: the command line of a process that has imported what the command needs, and
-        from which processes on this machine are forked; None starts each by itself.
+      warm: the command line of a warm process, from which workers on this machine are
+        forked; None starts each one afresh.
     """
 
     most: int | None = None
@@ -81,14 +80,14 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def hosts(self, processes: int) -> list[str]:
-        """The host of each process, by its number; the first is the coordinator's."""
+        """Returns the host of each process, by index; the first is the coordinator."""
 
     @abc.abstractmethod
     def start(self, attempt: Attempt, logs: Logs) -> list[Command]:
-        """The commands that start the processes of an attempt."""
+        """Returns the commands that start the processes of an attempt."""
 
     def environment(self, attempt: Attempt) -> dict[str, str]:
-        """What every process is told, beside what is there already."""
+        """Returns the variables that are added for every process."""
         hosts = self.hosts(attempt.processes)
         if set(hosts) == {local_host()}:
             coordinator = f"127.0.0.1:{free_port(self._ports)}"
@@ -100,15 +99,15 @@ class Target(abc.ABC):
 
 
 class Submitted(abc.ABC):
-    """A job that a scheduler keeps."""
+    """A job that is handed over to a scheduler."""
 
     @abc.abstractmethod
     def hosts(self) -> list[str]:
-        """The host of each process, as far as that is known before the start."""
+        """Returns the host of each process, as far as known before the start."""
 
     @abc.abstractmethod
     def environment(self) -> Any:
-        """What the processes are told, as this scheduler wants to have it."""
+        """Returns the variables of the processes, in the scheduler's own form."""
 
     @abc.abstractmethod
     def start(self) -> None:
@@ -116,11 +115,11 @@ class Submitted(abc.ABC):
 
     @abc.abstractmethod
     def follow(self) -> int:
-        """Shows the log of process 0 until the job has ended; its exit status."""
+        """Shows the log of process 0 until the job ends; returns its exit code."""
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Lets the processes save, and ends the job."""
+        """Lets the processes save, then ends the job."""
 
 
 def job_environment(
@@ -130,7 +129,7 @@ def job_environment(
     *,
     cpu_devices: int | None = None,
 ) -> dict[str, str]:
-    """The variables of a job; who is which process is still missing."""
+    """Returns the variables of a job, all but those that differ between processes."""
     job = {
         "MESHLOOM_COORDINATOR": coordinator,
         "MESHLOOM_NUM_PROCESSES": str(attempt.processes),
@@ -141,18 +140,18 @@ def job_environment(
     if hosts:
         job["MESHLOOM_HOSTS"] = ",".join(hosts)
     if "PYTHONUNBUFFERED" not in os.environ:
-        job["PYTHONUNBUFFERED"] = "1"  # a killed worker's last words are in its log
+        job["PYTHONUNBUFFERED"] = "1"  # or a killed worker's last lines are lost
     if cpu_devices is not None:
         job["JAX_PLATFORMS"] = "cpu"
         job["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
-        # Each device holds a thread of XLA's pool while it waits in a collective, and
-        # the pool has as many as cores: too few, and the workers wait for ever.
+        # A device holds a thread of XLA's pool while it waits in a collective, and the
+        # pool has one per core: with too few, the workers deadlock.
         job["NPROC"] = str(max(4 * cpu_devices, os.cpu_count() or 1))
     return job
 
 
 def own_variables(number: int, logs: Logs) -> dict[str, str]:
-    """What process `number` alone is told."""
+    """Returns the variables of process `number` alone."""
     return {
         "MESHLOOM_PROCESS_ID": str(number),
         progress_file.VARIABLE: str(logs.progress(number).absolute()),
@@ -160,15 +159,15 @@ def own_variables(number: int, logs: Logs) -> dict[str, str]:
 
 
 def carried(env: Mapping[str, str], also: Sequence[str] = ()) -> list[str]:
-    """The names of the variables that processes on other hosts must have.
+    """Returns the names of the variables to pass on to other hosts.
 
     Args:
-      also: names that the user asks for.
+      also: further names, from the user.
     """
     if missing := [name for name in also if name not in env]:
         raise ValueError(
-            f"--env {missing[0]}: this variable is not set here. Set it before the "
-            "launch; its value is not given on a command line, where others see it."
+            f"--env {missing[0]}: this variable is not set. Set it before the launch; "
+            "values are not given on command lines, where others can see them."
         )
     return sorted(
         name
@@ -178,7 +177,7 @@ def carried(env: Mapping[str, str], also: Sequence[str] = ()) -> list[str]:
 
 
 def rank_command(command: Sequence[str], logs: Logs) -> list[str]:
-    """What another program starts in the place of each process of a job."""
+    """Returns the command line that mpirun or srun starts as each process."""
     return [*GUARD, "rank", str(logs.folder.absolute()), *command]
 
 
@@ -187,7 +186,7 @@ def local_host() -> str:
 
 
 def free_port(used: set[int]) -> int:
-    """A port that is free here and was given to no attempt before; added to `used`.
+    """Returns a port that is free here and not in `used`, and adds it there.
 
     A late packet of an earlier attempt must not reach the new coordinator.
     """
@@ -201,8 +200,10 @@ def free_port(used: set[int]) -> int:
 
 
 def any_port(used: set[int]) -> int:
-    """For a coordinator elsewhere: not tried, as if it is taken there, process 0 says
-    so, and the next attempt has another."""
+    """Returns a port for a coordinator on another host, untested.
+
+    If it is in use there, process 0 says so, and the next attempt gets another one.
+    """
     port = random.SystemRandom().choice([p for p in PORTS if p not in used])
     used.add(port)
     return port

@@ -1,8 +1,8 @@
-"""Workers that need not import anything: forked from a process that has.
+"""Forks workers from a warm process, which has already imported everything.
 
-It is started once, by a command of the target's, and serves all attempts of a job on
-this machine. What it must do is in its own words in trainer/warm.py. Linux only: its
-forks become children of the supervisor, which asks the kernel for orphans.
+It is started once, with a command line that the target gives, and serves all attempts
+of a job on this machine. Its own side is trainer/warm.py. Linux only: its forks become
+children of the supervisor, which is their subreaper.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from .logs import Logs, say
 from .target import GUARD, Command
 
 PR_SET_CHILD_SUBREAPER = 36
-# For the imports, on a slow disk; then the workers import by themselves.
+# Enough for the imports on a slow disk; after that each worker imports for itself.
 ANSWER_SECONDS = 60.0
 NAME = "warm"  # of its log
-# Told to a worker at its start, and read by nothing that is imported before.
+# Set for each worker when it starts, and not read by anything imported earlier.
 OWN = "MESHLOOM_"
 
 
 class Forked:
-    """A worker that was forked for us, with what we use of subprocess.Popen."""
+    """A forked worker, with the part of subprocess.Popen's interface that we use."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -47,13 +47,13 @@ class Forked:
 
 
 class Warm:
-    """The process that workers are forked from, where there is one.
+    """The process that workers are forked from, if there is one.
 
-    Where it fails, that is said once, and workers are started without it from then on.
+    If it fails, that is logged once, and workers are started without it from then on.
 
     Args:
-      argv: its command line; None for none.
-      is_told: whether we are to stop, and need not wait for it.
+      argv: its command line; None for no such process.
+      is_told: whether we were told to stop, and need not wait for it.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Warm:
         self._end()
 
     def fork(self, command: Command, log: Path) -> Forked | None:
-        """A worker that runs the command; None where it must be started otherwise."""
+        """Forks a worker for the command; None if it must be started another way."""
         if self._argv is None or self._is_told():
             return None
         self._reap()
         env = _common(command.env)
         if self._process is None:
             self._start(self._argv, env)
-        elif env != self._env:  # it has imported in another environment
+        elif env != self._env:  # it did its imports in another environment
             return None
         pid = self._ask({"env": dict(command.env), "log": str(log.absolute())})
         if pid is None:
@@ -121,7 +121,7 @@ class Warm:
         return None
 
     def _answer(self) -> bytes:
-        """A line; b"" where there is none in time."""
+        """Returns one line; b"" if none comes in time."""
         assert self._process is not None and self._process.stdout is not None
         output, line = self._process.stdout.fileno(), b""
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -137,8 +137,8 @@ class Warm:
 
     def _fail(self) -> None:
         text = (
-            "the warm process does not answer; workers import by themselves from now "
-            f"on, see {self._logs.of(NAME)}"
+            "the warm process does not answer; from now on each worker imports for "
+            f"itself, see {self._logs.of(NAME)}"
         )
         self._logs.event("note", text=text)
         say(text)
@@ -152,7 +152,7 @@ class Warm:
             self._process = None
 
     def _reap(self) -> None:
-        """Takes leave of the dead children of workers, which are ours by now."""
+        """Reaps the dead children of workers, which are ours by now."""
         for group in list(self._forked):
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-group, os.WNOHANG)[0]:
@@ -162,5 +162,5 @@ class Warm:
 
 
 def _common(env: Mapping[str, str]) -> dict[str, str]:
-    """What is the same for all workers of all attempts."""
+    """Returns the variables that are the same for all workers of all attempts."""
     return {name: value for name, value in env.items() if not name.startswith(OWN)}

@@ -1,7 +1,7 @@
 """The worker processes of one attempt: started together, ended together.
 
-Each leads a session of its own, so that Ctrl-C reaches the supervisor alone, and what
-a worker has started can be killed with it.
+Each leads its own session, so that Ctrl-C reaches only the supervisor, and a worker's
+children can be killed with it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from .warm import Warm
 
 
 class Heir:
-    """A process that kills the groups it was told of when this one is gone."""
+    """A process that kills the worker groups it knows when this process is gone."""
 
     def __enter__(self):
         self._process = subprocess.Popen(
@@ -39,7 +39,7 @@ class Heir:
         self._process.wait()
 
     def tell(self, change: str) -> None:
-        # If somebody killed it, the kernel still ends the workers with us.
+        # If it was killed, the kernel still ends the workers with us.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._process.stdin.fileno(), f"{change}\n".encode())  # type: ignore
 
@@ -58,7 +58,7 @@ class Worker:
         self.number, self.name, self.host = number, command.name, command.host
         self._stop_signal = command.stop_signal
         self.status: int | None = None
-        self.was_told = False  # that it should end, by us
+        self.was_told = False  # to end, by us
         self._heir = heir
         self._process = (warm and warm.fork(command, log)) or _start(command, log)
         heir.tell(f"+{self.pid}")
@@ -71,7 +71,7 @@ class Worker:
         if self.status is None:
             self.status = self._process.poll()
             if self.status is not None:
-                self._kill_group()  # what it has left behind
+                self._kill_group()  # children that it left behind
                 self._heir.tell(f"-{self.pid}")
         return self.status
 
@@ -86,7 +86,7 @@ class Worker:
             self._kill_group()
 
     def _kill_group(self) -> None:
-        # macOS answers EPERM where nobody but the dead is left.
+        # macOS returns EPERM if only zombies are left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -117,7 +117,7 @@ class Group:
             self.workers.append(Worker(number, command, log, self._heir, self._warm))
 
     def poll(self) -> bool:
-        """Looks who has ended; whether all have."""
+        """Checks which workers have ended; returns whether all have."""
         for worker in self.workers:
             worker.poll()
         return self.has_ended
@@ -127,7 +127,7 @@ class Group:
         return all(worker.status is not None for worker in self.workers)
 
     def endings(self, reports: Mapping[int, Report]) -> list[Ending]:
-        """Of those that have ended; `reports` are the last by process."""
+        """Returns how workers ended, given the last report of each process."""
         return [self._ending(w, reports) for w in self.workers if w.status is not None]
 
     def _ending(self, worker: Worker, reports: Mapping[int, Report]) -> Ending:
@@ -135,7 +135,7 @@ class Group:
         status, number = worker.status, worker.number
         if len(self.workers) > 1:
             step = reports[number].step if number in reports else None
-        else:  # it may have started many
+        else:  # it may have started many processes
             step = furthest(reports.values())
             status = _status(status, reports, self._processes)
         return Ending(number, status, step, worker.name, worker.host)
@@ -149,9 +149,12 @@ class Group:
 
 
 def _status(own: int, reports: Mapping[int, Report], processes: int) -> int:
-    """Of a command that has started all processes, which know their own better."""
+    """Returns the exit code of a command that started all processes.
+
+    Their own reports are more reliable than its code.
+    """
     said = [r.status for r in reports.values() if r.status is not None]
     if len(said) == processes:
         return max(said)
-    # Some were able to say how they ended, and the others were not.
+    # Some could report how they ended, and the others could not.
     return GAVE_UP if said and own == DONE else own

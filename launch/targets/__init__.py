@@ -1,1 +1,1 @@
-"""Where the processes of a job run: one module a target."""
+"""Where the processes of a job run: one module per target."""

@@ -1,7 +1,7 @@
-"""`meshloom launch k8s`: a job of several hosts on Kubernetes.
+"""`meshloom launch k8s`: a job on several hosts of a Kubernetes cluster.
 
-It writes the manifest of a JobSet (or a Kubeflow TrainJob), and with --apply starts and
-follows the job. The cluster watches and restarts it: there is no supervisor of ours.
+It prints the manifest of a JobSet (or a Kubeflow TrainJob), and with --apply starts and
+follows the job. The cluster watches and restarts it instead of our supervisor.
 """
 
 import argparse
@@ -20,97 +20,107 @@ STOPPED_FOLLOWING = 130  # what shells report for Ctrl-C
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--name", required=True, help="of the job")
-    add("--image", default="", help="a container image that has meshloom")
+    add("--name", required=True, help="name of the job")
+    add("--image", default="", help="a container image with meshloom installed")
     add("--namespace", default="default", metavar="NAME")
-    add("--hosts", type=int, metavar="N", help="of one slice; of TPUs, found out")
-    add("--slices", type=int, default=1, metavar="N", help="of TPUs; default: 1")
-    add("--tpu-accelerator", metavar="NAME", help="such as tpu-v5-lite-podslice")
-    add("--tpu-topology", metavar="SIZES", help="of a slice, such as 4x4")
-    add("--chips-per-host", type=int, default=4, metavar="N", help="default: 4")
-    add("--gpus", type=int, default=0, metavar="N", help="of a host")
-    _add_pairs(parser, "--request", "NAME=AMOUNT", "of a host, such as cpu=8")
-    _add_pairs(parser, "--volume", "CLAIM:FOLDER", "mount a persistent volume claim")
-    _add_pairs(parser, "--env", "NAME=VALUE", "a variable, readable in the manifest")
-    _add_pairs(
-        parser, "--secret-env", "NAME=SECRET:KEY", "a variable from a Secret's key"
+    add("--hosts", type=int, metavar="N", help="hosts per slice; for TPUs, derived")
+    add(
+        "--slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of TPU slices; default: 1",
     )
-    add("--queue", default="", metavar="NAME", help="of Kueue")
+    add("--tpu-accelerator", metavar="NAME", help="such as tpu-v5-lite-podslice")
+    add("--tpu-topology", metavar="SIZES", help="topology of a slice, such as 4x4")
+    add("--chips-per-host", type=int, default=4, metavar="N", help="default: 4")
+    add("--gpus", type=int, default=0, metavar="N", help="GPUs per host")
+    _add_pairs(parser, "--request", "NAME=AMOUNT", "resources per host, such as cpu=8")
+    _add_pairs(parser, "--volume", "CLAIM:FOLDER", "mount a persistent volume claim")
+    _add_pairs(
+        parser, "--env", "NAME=VALUE", "a variable, in plain text in the manifest"
+    )
+    _add_pairs(
+        parser, "--secret-env", "NAME=SECRET:KEY", "a variable, from a key of a Secret"
+    )
+    add("--queue", default="", metavar="NAME", help="a Kueue queue")
     add(
         "--grace-seconds",
         type=int,
         default=120,
         metavar="S",
-        help="for saving when told to stop: longer than a checkpoint; default: 120",
+        help="to save when told to stop: more than a checkpoint takes; default: 120",
     )
     add(
         "--max-restarts",
         type=int,
         metavar="N",
-        help="of the whole job, in all; default: 5",
+        help="restarts of the whole job, in total; default: 5",
     )
     add(
         "--port",
         type=int,
         default=8476,
         metavar="N",
-        help="of process 0, where all meet; default: 8476",
+        help="port of process 0, where all processes join; default: 8476",
     )
     add("--form", choices=FORMS, default="jobset", help="default: jobset")
     add(
         "--runtime",
         default="jax-distributed",
         metavar="NAME",
-        help="of a TrainJob; default: jax-distributed",
+        help="runtime of a TrainJob; default: jax-distributed",
     )
     add(
         "--no-network-policy",
         action="store_true",
-        help="write none; by default only the job's own pods may reach its ports",
+        help="leave it out; by default only the job's own pods can reach its ports",
     )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--apply", action="store_true", help="start it, and follow it")
-    action.add_argument("--delete", action="store_true", help="stop it")
-    add("--detach", action="store_true", help="with --apply: do not follow it")
+    action.add_argument(
+        "--apply", action="store_true", help="start the job and follow it"
+    )
+    action.add_argument("--delete", action="store_true", help="stop the job")
+    add("--detach", action="store_true", help="with --apply: do not follow the job")
     add(
         "command",
         nargs="*",
         metavar="COMMAND",
-        help="of meshloom, after --, for instance -- train --steps 100",
+        help="a meshloom command, after --, such as -- train --steps 100",
     )
 
 
-def _add_pairs(parser, flag: str, form: str, words: str) -> None:
-    words = f"{words}; may be repeated"
-    parser.add_argument(flag, action="append", default=[], metavar=form, help=words)
+def _add_pairs(parser, flag: str, form: str, help: str) -> None:
+    help = f"{help}; may be repeated"
+    parser.add_argument(flag, action="append", default=[], metavar=form, help=help)
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Prints, starts or stops a job; the exit status."""
+    """Prints, starts or stops a job; returns the exit code."""
     target = Kubernetes(_job(args))
     if args.delete:
         target.stop()
         return 0
     if not args.apply:
         if args.detach:
-            raise ValueError("--detach is of no use without --apply; leave it out")
+            raise ValueError("--detach needs --apply; leave it out")
         sys.stdout.write(target.manifest())
         return 0
     target.start()
     if args.detach:
-        print(f"The job runs. To stop it: {target.words_to_stop}")
+        print(f"The job is running. To stop it: {target.stop_command}")
         return 0
     try:
         return target.follow()
     except KeyboardInterrupt:
-        print(f"The job goes on, unwatched. To stop it: {target.words_to_stop}")
+        print(f"The job keeps running. To stop it: {target.stop_command}")
         return STOPPED_FOLLOWING
 
 
 def _job(args: argparse.Namespace) -> Job:
     if not args.delete and not (args.image and args.command):
         raise ValueError(
-            "--image and a COMMAND after -- are needed to start a job, such as "
+            "--image and a COMMAND after -- are required to start a job, such as "
             "--image me/meshloom:1 -- train --config gpt2_124m"
         )
     hosts, devices, tpu = args.hosts, args.gpus, None
@@ -124,7 +134,9 @@ def _job(args: argparse.Namespace) -> Job:
             f"--slices is {args.slices}, but only TPUs come in slices; use --hosts"
         )
     if hosts is None and not args.delete:
-        raise ValueError("--hosts is missing: the number of machines, one process each")
+        raise ValueError(
+            "--hosts is required: the number of machines, one process each"
+        )
     return Job(
         name=args.name,
         image=args.image,
@@ -160,7 +172,7 @@ def _tpu(args: argparse.Namespace) -> tuple[str, str]:
             "--tpu-accelerator tpu-v5-lite-podslice --tpu-topology 4x4"
         )
     if args.gpus:
-        raise ValueError("--gpus and --tpu-accelerator exclude each other")
+        raise ValueError("--gpus and --tpu-accelerator cannot be combined")
     return args.tpu_accelerator, args.tpu_topology
 
 
@@ -171,10 +183,10 @@ def _pairs(
     for text in given:
         name, sign, value = text.partition(between)
         if not name or not sign:
-            # What stands there may be a secret: it is not repeated.
+            # The value may be a secret, so the message does not repeat it.
             raise ValueError(f"{flag} got a value without {between}; expected {form}")
         if name in found:
-            raise ValueError(f"{flag} gives {name} twice; leave one out")
+            raise ValueError(f"{flag} gives {name} twice; remove one")
         found[name] = value
     return found
 
@@ -185,7 +197,7 @@ def _secrets(given: Sequence[str]) -> dict[str, tuple[str, str]]:
         secret, _, key = where.partition(":")
         if not secret or not key:
             raise ValueError(
-                f"--secret-env {name} names no key of a Secret; expected "
+                f"--secret-env {name} does not name a key of a Secret; expected "
                 f"{name}=SECRET:KEY"
             )
         found[name] = (secret, key)

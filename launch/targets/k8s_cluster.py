@@ -1,4 +1,4 @@
-"""A job on a Kubernetes cluster: its manifest, and kubectl, which speaks to it."""
+"""Starts, follows and stops a job on a Kubernetes cluster through kubectl."""
 
 import json
 import shutil
@@ -9,12 +9,10 @@ from typing import Any
 from ..exit_codes import BAD_INPUT, DONE, GAVE_UP
 from ..logs import say
 from ..target import Submitted
-from ..yaml_templates import fill
+from . import k8s_manifest
 from .k8s_job import Job
+from .k8s_manifest import INDEX, SLICE
 
-# Where a pod reads its numbers: its own annotations.
-INDEX = "batch.kubernetes.io/job-completion-index"
-SLICE = "jobset.sigs.k8s.io/job-index"
 KINDS = {
     "jobset": "jobsets.jobset.x-k8s.io",
     "trainjob": "trainjobs.trainer.kubeflow.org",
@@ -30,104 +28,20 @@ class Kubernetes(Submitted):
         self._said = ""
 
     def hosts(self) -> list[str]:
-        """The name in DNS of each process's pod; it stays when a pod is made anew."""
-        job = self.job
-        return [
-            f"{job.name}-{job.group}-{part}-{host}.{job.name}"
-            for part in range(job.slices)
-            for host in range(job.hosts)
-        ]
+        return k8s_manifest.hosts(self.job)
 
     def environment(self) -> list[dict[str, Any]]:
-        """The variables of each container: its place in the job, and the user's.
-
-        The number of a process is that of its pod. Of several slices it is the slice *
-        MESHLOOM_PROCESSES_PER_JOB + that, which no manifest can compute; the process
-        does, when it looks for its place.
-        """
-        job, hosts = self.job, self.hosts()
-        env: list[dict[str, Any]] = [
-            _variable("PYTHONUNBUFFERED", "1"),  # a killed pod's last words are logged
-            _variable("MESHLOOM_COORDINATOR", f"{hosts[0]}:{job.port}"),
-            _variable("MESHLOOM_NUM_PROCESSES", str(len(hosts))),
-            _variable("MESHLOOM_HOSTS", ",".join(hosts)),
-        ]
-        if job.slices == 1:
-            env.append(_annotation("MESHLOOM_PROCESS_ID", INDEX))
-        else:
-            env += [
-                _annotation("MESHLOOM_JOB_INDEX", SLICE),
-                _variable("MESHLOOM_PROCESSES_PER_JOB", str(job.hosts)),
-            ]
-        ours = {variable["name"] for variable in env}
-        if both := sorted(ours & {*job.env, *job.secrets}):
-            raise ValueError(
-                f"{both[0]} is set by the launcher; expected other names in --env and "
-                "--secret-env. Leave it out."
-            )
-        env += [_variable(name, _literal(value)) for name, value in job.env.items()]
-        for name, (secret, key) in job.secrets.items():
-            source = {"secretKeyRef": {"name": secret, "key": key}}
-            env.append({"name": name, "valueFrom": source})
-        return env
+        return k8s_manifest.environment(self.job)
 
     def manifest(self) -> str:
-        """YAML for `kubectl apply`."""
-        job = self.job
-        volumes, mounts = _volumes(job)
-        amounts: dict[str, Any] = dict(job.requests)
-        selector: dict[str, str] = {}
-        if job.tpu is not None:
-            accelerator, topology = job.tpu
-            selector["cloud.google.com/gke-tpu-accelerator"] = accelerator
-            selector["cloud.google.com/gke-tpu-topology"] = topology
-        annotations, tolerations = {}, []
-        if job.tpu is not None and job.form == "jobset":
-            # A slice is one pool of nodes, and all of its hosts must be in the same.
-            key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-            annotations[key] = "cloud.google.com/gke-nodepool"
-        if job.resource is not None:
-            amounts[job.resource] = job.devices
-            taint = {"key": job.resource, "operator": "Exists", "effect": "NoSchedule"}
-            tolerations.append(taint)
-        texts = fill(
-            f"{job.form}.yaml",
-            {
-                "name": job.name,
-                "namespace": job.namespace,
-                "labels": {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {},
-                "annotations": annotations,
-                "max_restarts": 5 if job.max_restarts is None else job.max_restarts,
-                "group": job.group,
-                "container": job.container,
-                "runtime": job.runtime,
-                "slices": job.slices,
-                "hosts": job.hosts,
-                "grace_seconds": job.grace_seconds,
-                "image": job.image,
-                "args": [_literal(word) for word in job.command],
-                "env": self.environment(),
-                "port": job.port,
-                "resources": {"requests": amounts, "limits": amounts}
-                if amounts
-                else {},
-                "node_selector": selector,
-                "tolerations": tolerations,
-                "mounts": mounts,
-                "volumes": volumes,
-            },
-        )
-        if not job.is_fenced:
-            return texts
-        names = {"name": job.name, "namespace": job.namespace}
-        return f"{fill('network-policy.yaml', names)}---\n{texts}"
+        return k8s_manifest.manifest(self.job)
 
     def start(self) -> None:
         self._kubectl("apply", "--filename", "-", given=self.manifest())
         say(f"{self.job.form} {self.job.name} is in namespace {self.job.namespace}")
 
     def follow(self) -> int:
-        """Shows what process 0 prints, through restarts; the status of the job."""
+        """Shows what process 0 prints, across restarts; returns the job's exit code."""
         shown = None  # the pod whose log was shown
         while True:
             status = self._ended()
@@ -139,14 +53,14 @@ class Kubernetes(Submitted):
             if status is not None:
                 return status
             if pod is not None and pod["phase"] == "Running":
-                self._say_once(f"the log of {shown} broke off; it goes on from here")
+                self._say_once(f"the log of {shown} broke off; it continues here")
                 self._show_log(pod["name"], "--tail=0")
             elif pod is None or pod["phase"] == "Pending":
                 self._say_once(f"waiting for the pod of process 0{_why(pod)}")
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """Deletes the job; its processes save and leave first."""
+        """Deletes the job; its processes save and exit first."""
         self._kubectl("delete", "--ignore-not-found", *self.objects)
         say(f"{self.job.form} {self.job.name} is deleted")
 
@@ -157,7 +71,7 @@ class Kubernetes(Submitted):
         return [f"{KINDS[job.form]}/{job.name}", *policy]
 
     @property
-    def words_to_stop(self) -> str:
+    def stop_command(self) -> str:
         return " ".join(["kubectl", "delete", "-n", self.job.namespace, *self.objects])
 
     def _ended(self) -> int | None:
@@ -165,18 +79,18 @@ class Kubernetes(Submitted):
         for condition in found.get("status", {}).get("conditions", []):
             if condition["status"] != "True":
                 continue
-            words = f"{condition.get('reason', '')}: {condition.get('message', '')}"
+            message = f"{condition.get('reason', '')}: {condition.get('message', '')}"
             if condition["type"] in ("Completed", "Complete"):
                 self._say_once("done")
                 return DONE
             if condition["type"] == "Failed":
-                self._say_once(f"failed, {words}")
-                by_policy = "FailJobSet" in words or "PodFailurePolicy" in words
+                self._say_once(f"failed, {message}")
+                by_policy = "FailJobSet" in message or "PodFailurePolicy" in message
                 return BAD_INPUT if by_policy else GAVE_UP
         return None
 
     def _first_pod(self) -> dict[str, str] | None:
-        """The newest pod of process 0, if there is one."""
+        """Returns the newest pod of process 0, if there is one."""
         labels = {
             "jobset.sigs.k8s.io/jobset-name": self.job.name,
             SLICE: "0",
@@ -197,65 +111,37 @@ class Kubernetes(Submitted):
         }
 
     def _show_log(self, pod: str, *flags: str) -> None:
-        """Until the pod ends, or the stream breaks off."""
+        """Shows a pod's log until the pod ends or the stream breaks off."""
         subprocess.run(self._command("logs", "--follow", *flags, f"pod/{pod}"))
 
     def _get(self, *what: str) -> dict[str, Any]:
         return json.loads(self._kubectl("get", *what, "--output", "json"))
 
-    def _kubectl(self, *words: str, given: str | None = None) -> str:
-        command = self._command(*words)
+    def _kubectl(self, *args: str, given: str | None = None) -> str:
+        command = self._command(*args)
         done = subprocess.run(command, input=given, capture_output=True, text=True)
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["nothing"]
             raise ValueError(
-                f"kubectl {words[0]} ended with status {done.returncode}, saying: "
-                f"{said[-1]}. Mend that and try again; a job that was started goes on."
+                f"kubectl {args[0]} exited with code {done.returncode}: {said[-1]}. "
+                "Fix that and try again; a job that was started keeps running."
             )
         return done.stdout
 
-    def _command(self, *words: str) -> list[str]:
+    def _command(self, *args: str) -> list[str]:
         program = shutil.which("kubectl")
         if program is None:
             raise ValueError(
-                "kubectl is not on the PATH, but is needed to reach a cluster. Install "
-                "it, or print the manifest (without --apply) and apply it elsewhere."
+                "kubectl is not on the PATH, but is required to reach a cluster. "
+                "Install it, or print the manifest (without --apply) and apply it "
+                "elsewhere."
             )
-        return [program, "--namespace", self.job.namespace, *words]
+        return [program, "--namespace", self.job.namespace, *args]
 
     def _say_once(self, text: str) -> None:
         if text != self._said:
             self._said = text
             say(text)
-
-
-def _volumes(job: Job) -> tuple[list[dict], list[dict]]:
-    """Volumes of the pod, and where its container mounts them."""
-    volumes: list[dict] = []
-    mounts: list[dict] = []
-    if job.devices and job.tpu is None:
-        # NCCL passes data between the GPUs of a host through it; the default is 64 MiB.
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    for number, (folder, claim) in enumerate(job.volumes.items()):
-        source = {"persistentVolumeClaim": {"claimName": claim}}
-        volumes.append({"name": f"claim-{number}", **source})
-        mounts.append({"name": f"claim-{number}", "mountPath": folder})
-    return volumes, mounts
-
-
-def _variable(name: str, value: str) -> dict[str, Any]:
-    return {"name": name, "value": value}
-
-
-def _annotation(name: str, key: str) -> dict[str, Any]:
-    path = f"metadata.annotations['{key}']"
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _literal(text: str) -> str:
-    """Kubernetes would put the value of a variable in the place of $(NAME)."""
-    return text.replace("$", "$$")
 
 
 def _why(pod: dict[str, str] | None) -> str:

@@ -1,4 +1,4 @@
-"""A job for Kubernetes, as a person describes it: checked, and with what follows."""
+"""A Kubernetes job as the user describes it, validated."""
 
 import dataclasses
 import math
@@ -7,27 +7,27 @@ import re
 from ..masking import holds_secret, looks_secret, secret_argument
 
 FORMS = ("jobset", "trainjob")
-# Of a host's name in DNS; Kubernetes adds "-" and five letters to the name of a pod.
+# The longest DNS label; Kubernetes adds "-" and five letters to the name of a pod.
 LONGEST, SUFFIX = 63, 6
 TPU, GPU = "google.com/tpu", "nvidia.com/gpu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run where.
+    """What to run, and where.
 
     Attributes:
       command: arguments of `meshloom`.
-      hosts: processes of one slice; each has a host, and all of its accelerators.
-      tpu: (accelerator, topology) as GKE labels its nodes; None for no TPU.
-      devices: accelerators of a host.
-      requests: of other resources of a host, such as {"cpu": "8"}.
-      volumes: claims by the folder at which they are mounted.
-      env, secrets: variables, and (secret, key) of those that are never written here.
-      queue: of Kueue; "" for none.
-      max_restarts: None for 5; the runtime of a TrainJob has its own.
-      runtime: of a TrainJob.
-      is_fenced: a network policy lets only the job's own pods reach its ports.
+      hosts: processes per slice; each has a host and all of its accelerators.
+      tpu: (accelerator, topology) as in GKE's node labels; None without TPUs.
+      devices: accelerators per host.
+      requests: other resources per host, such as {"cpu": "8"}.
+      volumes: persistent volume claims, by mount path.
+      env, secrets: variables, and the (secret, key) of those whose value is secret.
+      queue: a Kueue queue; "" for none.
+      max_restarts: None for 5; the runtime of a TrainJob has its own limit.
+      runtime: the runtime of a TrainJob.
+      is_fenced: whether a network policy lets only the job's own pods reach its ports.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def group(self) -> str:
-        """The replicated job; of a TrainJob, the one that its runtime has."""
+        """The name of the replicated job; for a TrainJob, its runtime's."""
         return "node" if self.form == "trainjob" else "worker"
 
     @property
@@ -95,34 +95,32 @@ class Job:
                 f"--tpu-topology {topology} of {accelerator} has {chips} chips, but "
                 f"{self.hosts} host(s) with {self.devices} chips have "
                 f"{self.hosts * self.devices}. Leave --hosts out, or set "
-                "--chips-per-host to what a node of the pool has."
+                "--chips-per-host to the number in a node of the pool."
             )
 
     def _check_names(self) -> None:
         for flag in ("name", "namespace"):
             if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", getattr(self, flag)):
                 raise ValueError(
-                    f"--{flag} is {getattr(self, flag)!r}; expected small letters, "
-                    "digits and -, beginning with a letter, as in a host's name"
+                    f"--{flag} is {getattr(self, flag)!r}; expected lowercase "
+                    "letters, digits and -, starting with a letter, as in a host name"
                 )
         longest = f"{self.name}-{self.group}-{self.slices - 1}-{self.hosts - 1}"
         if (excess := len(longest) + SUFFIX - LONGEST) > 0:
             raise ValueError(
-                f"--name {self.name} is too long: pods are called {longest}-abcde, and "
-                f"{LONGEST} letters are allowed. Shorten it by {excess}."
+                f"--name {self.name} is too long: pods are called {longest}-abcde, but "
+                f"names have at most {LONGEST} characters. Shorten it by {excess}."
             )
         for name in (*self.env, *self.secrets):
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-                raise ValueError(f"{name!r} is no name of a variable; expected A_NAME")
+                raise ValueError(f"{name!r} is not a variable name; expected A_NAME")
         if both := sorted({*self.env} & {*self.secrets}):
-            raise ValueError(
-                f"{both[0]} is given by --env and by --secret-env; leave one out"
-            )
+            raise ValueError(f"{both[0]} is in both --env and --secret-env; remove one")
         for folder in self.volumes:
             if not folder.startswith("/"):
                 raise ValueError(
-                    f"--volume mounts at {folder!r}; expected a whole path, such as "
-                    "CLAIM:/checkpoints"
+                    f"--volume mounts at {folder!r}; expected an absolute path, such "
+                    "as CLAIM:/checkpoints"
                 )
         for name in self.requests:
             if not re.fullmatch(r"[a-z][a-z0-9./-]*", name):
@@ -131,19 +129,19 @@ class Job:
                 )
 
     def _check_secrets(self) -> None:
-        """The manifest is printed, stored and read by many."""
+        """Refuses secrets: a manifest is printed, stored and read by many."""
         for name, value in self.env.items():
             if value and (looks_secret(name) or holds_secret(value)):
                 raise ValueError(
-                    f"--env {name} looks like a secret, and would stand in the "
-                    "manifest for all to read. Put it into a Secret of the cluster and "
-                    f"name it: --secret-env {name}=SECRET:KEY"
+                    f"--env {name} looks like a secret, and would be readable in the "
+                    "manifest. Put it into a Secret of the cluster and refer to it: "
+                    f"--secret-env {name}=SECRET:KEY"
                 )
         if shown := secret_argument(self.command):
             raise ValueError(
-                f"the command has {shown!r}, which looks like a secret and would "
-                "stand in the manifest for all to read. Let the run read it from a "
-                "variable: --secret-env NAME=SECRET:KEY"
+                f"the command contains {shown!r}, which looks like a secret and would "
+                "be readable in the manifest. Let the run read it from a variable: "
+                "--secret-env NAME=SECRET:KEY"
             )
 
     def _check_trainjob(self) -> None:
@@ -154,14 +152,14 @@ class Job:
             )
         if self.max_restarts is not None:
             raise ValueError(
-                "--max-restarts cannot be said in a TrainJob: the failure policy is "
-                f"that of its runtime {self.runtime}. Leave it out, or use "
-                "--form jobset"
+                "--max-restarts cannot be set for a TrainJob: it has the failure "
+                f"policy of its runtime {self.runtime}. Leave it out, or use --form "
+                "jobset"
             )
 
 
 def chips_of(topology: str) -> int:
-    """The number of chips of a topology such as 4x4 or 2x2x4."""
+    """Returns the number of chips of a topology such as 4x4 or 2x2x4."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
         raise ValueError(
             f"--tpu-topology is {topology!r}; expected two or three sizes, such as 4x4"

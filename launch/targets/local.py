@@ -1,4 +1,4 @@
-"""`meshloom launch local`: a job of several processes on this machine, supervised."""
+"""`meshloom launch local`: several processes on this machine, supervised."""
 
 import argparse
 import os
@@ -26,21 +26,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--min-processes",
         type=int,
         metavar="N",
-        help="go on with fewer, but not fewer than N, when a worker cannot come back; "
-        "default: always all",
+        help="if a worker keeps dying, continue with fewer processes, but at least N; "
+        "default: never shrink",
     )
     parser.add_argument(
         "--cold",
         action="store_true",
-        help="let every worker import by itself; otherwise those of train are forked "
-        "from one process that has imported everything (on Linux)",
+        help="let every worker import for itself; by default the workers of train are "
+        "forked from one process that has imported everything (on Linux)",
     )
     flags.add_supervision(parser)
     flags.add_command(parser)
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Runs a command of `meshloom` as every process of a job; the exit status."""
+    """Runs a `meshloom` command as every process of a job; returns the exit code."""
     target = Local(flags.process(args), cpu_devices=flags.cpu_devices(args))
     if not args.cold:
         target.warm = flags.warm_process(args)
@@ -48,7 +48,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 class Local(Target):
-    """Processes of this machine, each a child of the supervisor."""
+    """Processes on this machine, each a child of the supervisor."""
 
     def hosts(self, processes: int) -> list[str]:
         return [local_host()] * processes
@@ -66,7 +66,7 @@ class Local(Target):
 def environments(
     processes: int, port: int, *, cpu_devices: int | None = None
 ) -> list[dict[str, str]]:
-    """What each process of a job that nobody supervises is told."""
+    """Returns the environment of each process of an unsupervised job."""
     attempt = Attempt(1, processes)
     job = job_environment(attempt, f"127.0.0.1:{port}", cpu_devices=cpu_devices)
     numbers = ({"MESHLOOM_PROCESS_ID": str(n)} for n in range(processes))

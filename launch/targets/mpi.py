@@ -1,4 +1,4 @@
-"""`meshloom launch mpi`: the processes of a job started by mpirun, supervised."""
+"""`meshloom launch mpi`: processes started by mpirun, supervised."""
 
 import argparse
 import os
@@ -14,10 +14,10 @@ from ..logs import Logs
 from ..target import Attempt, Command, Target, carried, local_host, rank_command
 
 SUMMARY = (
-    "run a command as several processes by mpirun (Open MPI or MPICH), and restart all "
-    "of them when one dies or they get stuck"
+    "run a command as several processes with mpirun (Open MPI or MPICH), and restart "
+    "all of them when one dies or they get stuck"
 )
-# "host slots=4 max_slots=8" is Open MPI's way, "host:4" MPICH's; a bare host has one.
+# Open MPI writes "host slots=4 max_slots=8", MPICH "host:4"; a bare host has one slot.
 HOST = re.compile(r"(?P<host>[^\s:#]+)(?::(?P<mpich>\d+))?(?:\s+(?P<rest>.*))?")
 
 
@@ -26,14 +26,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="default: one for each slot of the hostfile",
+        help="default: one per slot of the hostfile",
     )
     parser.add_argument(
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="the hosts and their slots, in the form of either MPI; default: this "
-        "machine alone",
+        help="the hosts and their slots, in the format of either MPI; default: only "
+        "this machine",
     )
     parser.add_argument(
         "--mpirun", default="mpirun", metavar="PATH", help="default: mpirun"
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="one more option of mpirun, such as --mpi-option=--report-bindings; may "
+        help="another option for mpirun, such as --mpi-option=--report-bindings; may "
         "be repeated",
     )
     flags.add_carried(parser)
@@ -55,7 +55,7 @@ def launch(args: argparse.Namespace) -> int:
     slots = [] if args.hostfile is None else read_hostfile(args.hostfile)
     processes = args.processes if args.processes is not None else len(slots)
     if not processes:
-        raise ValueError("--processes is needed where no --hostfile is given")
+        raise ValueError("--processes is required without --hostfile")
     target = Mpi(
         flags.process(args),
         slots,
@@ -67,8 +67,8 @@ def launch(args: argparse.Namespace) -> int:
     )
     if slots and processes > len(slots):
         raise ValueError(
-            f"--processes is {processes}, but {args.hostfile} has room for "
-            f"{len(slots)}. Add hosts or slots to it."
+            f"--processes is {processes}, but {args.hostfile} only has {len(slots)} "
+            "slots. Add hosts or slots to it."
         )
     return flags.supervise(target, args, processes)
 
@@ -78,7 +78,7 @@ class Mpi(Target):
 
     Args:
       slots: the host of each slot, in the order in which mpirun fills them; empty for
-        this machine alone.
+        this machine only.
       flavour: "openmpi" or "mpich".
     """
 
@@ -111,14 +111,14 @@ class Mpi(Target):
             *(self._mpirun, *spell(attempt.processes, names, logs), *self._options),
             *rank_command(self.command, logs),
         ]
-        # Open MPI's mpirun passes this one on, and kills everybody on SIGTERM.
+        # Open MPI's mpirun forwards this signal; on SIGTERM it kills everything.
         return [Command("mpirun", argv, env, signal.SIGUSR1)]
 
     def _openmpi(self, processes: int, names: Sequence[str], logs: Logs) -> list[str]:
         options = ["-n", str(processes), "--bind-to", "none"]
         for name in names:
             options += ["-x", name]
-        if not self._slots:  # as many as were asked for, not as many as cores
+        if not self._slots:  # allow more processes than cores
             return [*options, "--oversubscribe"]
         hostfile = self._write_hostfile(logs, "{host} slots={count}\n")
         return [*options, "--map-by", "slot", "--hostfile", str(hostfile)]
@@ -131,7 +131,7 @@ class Mpi(Target):
         return [*options, "-f", str(self._write_hostfile(logs, "{host}:{count}\n"))]
 
     def _write_hostfile(self, logs: Logs, line: str) -> Path:
-        """The hosts in this MPI's own way."""
+        """Writes the hosts in this MPI's own format."""
         path = logs.folder / "hostfile"
         counts = {host: self._slots.count(host) for host in self._slots}
         lines = (line.format(host=host, count=n) for host, n in counts.items())
@@ -140,7 +140,7 @@ class Mpi(Target):
 
 
 def read_hostfile(path: Path) -> list[str]:
-    """The host of each slot."""
+    """Returns the host of each slot."""
     slots: list[str] = []
     for number, text in enumerate(path.read_text().splitlines(), 1):
         line = text.split("#")[0].strip()
@@ -151,22 +151,22 @@ def read_hostfile(path: Path) -> list[str]:
         count = (found and found["mpich"]) or words.get("slots", "1")
         if not found or not count.isdigit() or not int(count):
             raise ValueError(
-                f"{path}, line {number}: {text.strip()!r} is no host; expected "
+                f"{path}, line {number}: {text.strip()!r} is not a host; expected "
                 "'HOST slots=N' or 'HOST:N'"
             )
         if found["host"] in slots:
             raise ValueError(
-                f"{path}, line {number}: host {found['host']} is there twice. Write "
-                "one line for each host, with all its slots."
+                f"{path}, line {number}: host {found['host']} is listed twice. "
+                "Write one line per host, with all its slots."
             )
         slots += [found["host"]] * int(count)
     if not slots:
-        raise ValueError(f"hostfile {path} names no host")
+        raise ValueError(f"hostfile {path} does not name any host")
     return slots
 
 
 def find_flavour(mpirun: str) -> str:
-    """Which MPI a command belongs to, by its own words."""
+    """Returns which MPI a command belongs to, by what `--version` prints."""
     if shutil.which(mpirun) is None:
         raise ValueError(
             f"{mpirun}: command not found. Install Open MPI or MPICH, or name the "
@@ -182,6 +182,6 @@ def find_flavour(mpirun: str) -> str:
         return "mpich"
     first = (words.strip().splitlines() or ["nothing"])[0]
     raise ValueError(
-        f"{mpirun} --version says {first!r}, which is neither Open MPI nor MPICH. Name "
-        "one of these with --mpirun."
+        f"{mpirun} --version prints {first!r}, which is neither Open MPI nor MPICH. "
+        "Name one of these with --mpirun."
     )

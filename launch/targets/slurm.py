@@ -1,9 +1,8 @@
-"""`meshloom launch slurm`: a job of Slurm's, supervised on its first node.
+"""`meshloom launch slurm`: a Slurm job, supervised from its first node.
 
-Outside of an allocation it submits a script whose only command is `meshloom launch
-slurm` again. Inside one, that runs the processes by srun under the supervisor, which
-restarts them within the allocation, and puts the job back into the queue where it was
-told to stop and has saved.
+Outside an allocation it submits a script whose only command is `meshloom launch slurm`
+again. Inside one, it runs the processes with srun under the supervisor, which restarts
+them within the allocation. A job that was told to stop and has saved is requeued.
 """
 
 import argparse
@@ -20,22 +19,22 @@ from ..schedulers import expand
 from ..target import Attempt, Command, Target, rank_command
 
 SUMMARY = (
-    "submit a command as a job of Slurm, or inside an allocation run it by srun, and "
+    "submit a command as a Slurm job, or inside an allocation run it with srun, and "
     "restart all processes when one dies or they get stuck"
 )
-# Slurm's own words, by the flag of ours; the job's, so of no use inside an allocation.
+# Options of sbatch, by our flag; they make no sense inside an allocation.
 OF_THE_JOB = {
-    "nodes": ("N", "how many; each runs --tasks-per-node processes"),
-    "time": ("TIME", "limit, such as 2-00:00:00"),
+    "nodes": ("N", "number of nodes; each runs --tasks-per-node processes"),
+    "time": ("TIME", "time limit, such as 2-00:00:00"),
     "partition": ("NAME", ""),
     "account": ("NAME", ""),
     "qos": ("NAME", ""),
     "constraint": ("FEATURES", ""),
     "job_name": ("NAME", "default: meshloom"),
 }
-# Before the limit of time the job is told so early, beyond the time that it may take.
+# The job is warned this long before its time limit, in addition to --grace-seconds.
 SPARE_SECONDS = 30
-# Slurm ends a job that it requeues within its KillWait, which is 30 by default.
+# Slurm kills a job that it requeues within its KillWait, 30 s by default.
 END_SECONDS = 120
 
 
@@ -48,22 +47,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="one more for sbatch, such as --sbatch-option=--reservation=r; may be "
-        "repeated",
+        help="another option for sbatch, such as --sbatch-option=--reservation=r; may "
+        "be repeated",
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable of the job, or NAME alone for one that is set here (secrets "
-        "always so, they are never written); may be repeated",
+        help="a variable of the job, or NAME alone to pass on one that is set here "
+        "(always do that for secrets); may be repeated",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the script, submit nothing"
     )
     parser.add_argument(
-        "--detach", action="store_true", help="submit, and do not follow the job"
+        "--detach", action="store_true", help="submit the job without following it"
     )
     parser.add_argument("--tasks-per-node", type=int, default=1, metavar="N")
     parser.add_argument("--gpus-per-node", type=int, metavar="N")
@@ -77,12 +76,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="one more for srun, such as --srun-option=--network=ib; may be repeated",
+        help="another option for srun, such as --srun-option=--network=ib; may be "
+        "repeated",
     )
     parser.add_argument(
         "--no-requeue",
         action="store_true",
-        help="do not go back into the queue when preempted or out of time",
+        help="do not requeue the job when it is preempted or out of time",
     )
     flags.add_supervision(parser)
     flags.add_command(parser)
@@ -113,12 +113,12 @@ def _inside(args: argparse.Namespace, job: str) -> int:
     if given:
         raise ValueError(
             f"--{given[0].replace('_', '-')} is for a new job, but this is inside job "
-            f"{job}, whose nodes are used. Leave it out, or leave the job."
+            f"{job} and uses its nodes. Leave the flag out, or exit the job."
         )
     if "SLURM_JOB_NODELIST" not in os.environ:
         raise ValueError(
             f"SLURM_JOB_ID is {job}, but SLURM_JOB_NODELIST is not set. Unset the "
-            "first to submit a job, or start this in a shell of salloc."
+            "first to submit a job, or run this in a shell that salloc started."
         )
     target = SlurmStep(
         flags.process(args),
@@ -175,16 +175,16 @@ class SlurmStep(Target):
         argv = [
             *("srun", f"--nodes={len(set(hosts))}", f"--ntasks={len(hosts)}"),
             *(f"--ntasks-per-node={self._each}", "--distribution=block"),
-            # One that fails ends the others; our own guard writes the logs.
+            # A task that fails ends the others; our own guard writes the logs.
             *("--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none", "--export=ALL"),
             *(*self._options, *rank_command(self.command, logs)),
         ]
-        # srun passes this one on, and has everybody killed on SIGTERM.
+        # srun forwards this signal; on SIGTERM it has all tasks killed.
         return [Command("srun", argv, env, signal.SIGUSR1)]
 
 
 def ask(*argv: str) -> str:
-    """What a command of Slurm's answers."""
+    """Runs a Slurm command and returns its output."""
     try:
         found = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
@@ -193,23 +193,23 @@ def ask(*argv: str) -> str:
             "commands; on one machine use `meshloom launch local`."
         ) from None
     if found.returncode:
-        words = " ".join(found.stderr.split()) or f"status {found.returncode}"
-        raise ValueError(f"{' '.join(argv[:3])}: {words}")
+        message = " ".join(found.stderr.split()) or f"exit code {found.returncode}"
+        raise ValueError(f"{' '.join(argv[:3])}: {message}")
     return found.stdout.strip()
 
 
 def facts(job: str) -> dict[str, str]:
-    """What Slurm knows of a job."""
+    """Returns what Slurm knows about a job."""
     words = ask("scontrol", "show", "job", "-o", job).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def _requeue(job: str) -> None:
-    """Puts a job that was told of its end back; one that Slurm ends itself is left."""
+    """Requeues a job that was told to stop, unless Slurm is already ending it."""
     if (state := facts(job)["JobState"]) != "RUNNING":
-        say(f"job {job} is {state}; what follows is Slurm's to decide")
+        say(f"job {job} is {state}; Slurm decides what happens next")
         return
-    say(f"putting job {job} back into the queue")
+    say(f"requeueing job {job}")
     ask("scontrol", "requeue", job)
-    # Slurm ends us now. If we ended by ourselves, it might take the job for failed.
+    # Slurm ends us now. If we exited first, it might mark the job as failed.
     time.sleep(END_SECONDS)

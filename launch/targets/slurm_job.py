@@ -1,4 +1,4 @@
-"""A job of Slurm's: its script, how it is submitted, followed and stopped."""
+"""A Slurm job: writes its script, submits, follows and stops it."""
 
 import argparse
 import contextlib
@@ -18,8 +18,8 @@ from ..target import Submitted
 from . import slurm
 
 POLL_SECONDS = 2.0
-POLLS_ENDED = 3  # a job that is put back into the queue has failed for a moment
-FAILURES = 30  # answers in a row that may fail while a job is followed
+POLLS_ENDED = 3  # a job that is being requeued is FAILED for a moment
+FAILURES = 30  # queries in a row that may fail while a job is followed
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 ENDED += ("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED")
 
@@ -30,38 +30,40 @@ class SlurmJob(Submitted):
     def __init__(self, args: argparse.Namespace):
         self._args, self._job = args, ""
         self._logs = flags.log_folder(args).absolute()
-        if args.nodes is None or not args.nodes.isdigit() or not int(args.nodes):
-            raise ValueError(f"--nodes must be a number of nodes, got {args.nodes}")
+        if args.nodes is None:
+            raise ValueError("--nodes is required: the number of nodes")
+        if not args.nodes.isdigit() or not int(args.nodes):
+            raise ValueError(f"--nodes must be a whole number, got {args.nodes}")
 
     def run(self) -> int:
         if self._args.dry_run:
             print(self.script(), end="")
             return 0
         self.start()
-        say(f"job {self._job} is submitted; its log is {self._log(self._job)}")
+        say(f"submitted job {self._job}; its log is {self._log(self._job)}")
         if self._args.detach:
             return 0
         try:
             return self.follow()
         except KeyboardInterrupt:
-            say(f"job {self._job} goes on; `scancel {self._job}` ends it")
+            say(f"job {self._job} keeps running; `scancel {self._job}` ends it")
             raise
 
     def hosts(self) -> list[str]:
         return []  # Slurm chooses them
 
     def environment(self) -> dict[str, str]:
-        """The variables that are written into the script."""
+        """Returns the variables that are written into the script."""
         found = {}
         for text in self._args.env:
             name, equals, value = text.partition("=")
             if equals and looks_secret(name):
                 raise ValueError(
-                    f"--env {name}=...: this looks like a secret, which the script "
-                    f"would show. Set it in your environment and pass --env {name}."
+                    f"--env {name}=...: this looks like a secret, and the script would "
+                    f"show it. Set it in your environment and pass --env {name}."
                 )
             if not equals and name not in os.environ:
-                raise ValueError(f"--env {name}: this variable is not set here")
+                raise ValueError(f"--env {name}: this variable is not set")
             if equals:
                 found[name] = value
         return found
@@ -73,7 +75,7 @@ class SlurmJob(Submitted):
         self._job = slurm.ask("sbatch", "--parsable", str(script)).split(";")[0]
 
     def follow(self) -> int:
-        """Shows the job's log and changes of its state until it has ended."""
+        """Shows the job's log and state until it ends; returns its exit code."""
         job, shown, before, failures, ended = self._job, 0, "", 0, 0
         while True:
             try:
@@ -99,7 +101,7 @@ class SlurmJob(Submitted):
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        # Slurm tells all of them by SIGTERM, and kills them after its KillWait.
+        # Slurm sends SIGTERM to all of them, and SIGKILL after its KillWait.
         slurm.ask("scancel", self._job)
 
     def script(self) -> str:
@@ -134,7 +136,7 @@ class SlurmJob(Submitted):
         options += [
             "--no-requeue" if args.no_requeue else "--requeue",
             f"--signal=B:TERM@{early}",
-            "--open-mode=append",  # a job that comes back goes on with its log
+            "--open-mode=append",  # a requeued job continues its log
             f"--output={self._log('%j')}",
         ]
         passed = [text for text in args.env if "=" not in text]
@@ -143,7 +145,7 @@ class SlurmJob(Submitted):
         return [shlex.quote(option) for option in options + args.sbatch_option]
 
     def _command(self) -> list[str]:
-        """The same command, for inside the job: without what the job is made of."""
+        """Returns this command for inside the job, without the flags of sbatch."""
         args = self._args
         command = [sys.executable, "-P", "-m", "meshloom.trainer.cli"]
         command += ["launch", "slurm"]
@@ -164,7 +166,7 @@ def _given(args: argparse.Namespace, name: str) -> list[str]:
 
 
 def _show(log: Path, shown: int) -> int:
-    """Passes on what is new in a log; returns how much of it was shown."""
+    """Shows what is new in a log; returns how much of it was shown in all."""
     with open(log, "rb") as file:
         file.seek(shown)
         while piece := file.read(4096):
@@ -175,7 +177,7 @@ def _show(log: Path, shown: int) -> int:
 
 
 def _status(state: str, exit_code: str) -> int:
-    """Of ours for a job that has ended in a state, with status:signal."""
+    """Returns our exit code for a job's final state and Slurm's code:signal."""
     status, _, number = exit_code.partition(":")
     if int(status):
         return int(status)

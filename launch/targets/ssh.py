@@ -1,4 +1,4 @@
-"""`meshloom launch ssh`: the processes of a job on a list of hosts, no scheduler."""
+"""`meshloom launch ssh`: processes on a list of hosts, without a scheduler."""
 
 import argparse
 import os
@@ -13,8 +13,8 @@ from ..logs import Logs
 from ..target import Attempt, Command, Target, carried, local_host, own_variables
 
 SUMMARY = (
-    "run a command on a list of hosts by ssh, and restart all processes when one dies, "
-    "gets stuck, or its host is gone"
+    "run a command on a list of hosts over ssh, and restart all processes when one "
+    "dies, gets stuck, or its host is gone"
 )
 REMOTE = Path(__file__).parent.with_name("remote.py")
 # Never ask for a password; notice within 15 s that a host is gone.
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         required=True,
         metavar="A,B,...",
-        help="names that all of these hosts know; process 0 runs on the first",
+        help="names that all of these hosts can resolve; process 0 runs on the first",
     )
     parser.add_argument(
         "--processes-per-host", type=int, default=1, metavar="N", help="default: 1"
@@ -45,8 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="after which a host that hears nothing of us ends its processes; "
-        "default: 30",
+        help="a host ends its processes after S seconds without contact; default: 30",
     )
     flags.add_carried(parser)
     flags.add_supervision(parser)
@@ -57,12 +56,12 @@ def launch(args: argparse.Namespace) -> int:
     hosts = args.hosts.split(",")
     if not all(hosts) or len(set(hosts)) < len(hosts):
         raise ValueError(
-            f"--hosts is {args.hosts!r}; expected different names, such as --hosts a,b"
+            f"--hosts is {args.hosts!r}; expected distinct names, such as --hosts a,b"
         )
     if "@" in args.hosts:
         raise ValueError(
-            f"--hosts is {args.hosts!r}; the names are used by the processes too, so "
-            "give a user by --ssh 'ssh -l USER', or in ~/.ssh/config"
+            f"--hosts is {args.hosts!r}; the processes use these names too, so "
+            "give the user with --ssh 'ssh -l USER' or in ~/.ssh/config"
         )
     if args.processes_per_host < 1:
         raise ValueError(
@@ -83,10 +82,10 @@ def launch(args: argparse.Namespace) -> int:
 
 
 class Ssh(Target):
-    """Processes that live as long as our ssh to their host does.
+    """Processes that live as long as our ssh connection to their host.
 
-    Meshloom must be installed in the same place on every host, as on a shared file
-    system or from one image.
+    Meshloom must be installed at the same path on every host, for instance on a shared
+    file system or from the same image.
 
     Args:
       slots: the host of each process.

@@ -3,9 +3,12 @@
 import json
 import shutil
 import struct
+import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from test_restore import DAMAGES
 from tiny_runs import command, main, refused, train
 
@@ -82,9 +85,61 @@ def test_export_is_a_safetensors_file(run, tmp_path, capfd):
         if path.startswith("params/"):
             name = path.removeprefix("params/")
             np.testing.assert_array_equal(found.pop(name), array)
-    assert not found and not list(tmp_path.glob("*.part"))
+    assert not found and list(tmp_path.iterdir()) == [file]
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        assert opened.metadata() == {"step": "8"}
+        assert len(opened.keys()) == 10
     assert ckpt(capfd, "export", run, "--all", "--output", file)[0] == 0
     assert len(read_safetensors(file)) == 33
+
+
+class Arrays:
+    """Stands for a checkpoint of arrays that a run does not have."""
+
+    step = 8
+
+    def __init__(self, **arrays):
+        self._arrays = arrays
+
+    def arrays(self):
+        return ((f"params/{name}", array) for name, array in self._arrays.items())
+
+
+def test_export_keeps_every_shape_type_and_order(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    arrays = {
+        "scalar": np.array(3, np.int32),
+        "transposed": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "strided": np.arange(8, dtype=np.float32)[::2],
+        "empty": np.zeros((0, 4), np.float32),
+        "bfloat16": np.arange(3).astype(ml_dtypes.bfloat16),
+    }
+    assert inspect.export(Arrays(**arrays), file) == 5
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
+    found = read_safetensors(file)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_export_refuses_a_type_that_the_format_lacks(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    file.write_text("before")
+    arrays = Arrays(x=np.zeros(2, ml_dtypes.int4))
+    with pytest.raises(ValueError, match='cannot be exported: Unknown dtype "int4"'):
+        inspect.export(arrays, file)
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def test_export_names_the_extra_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ValueError, match=r"pip install 'meshloom\[safetensors\]'"):
+        inspect.export(Arrays(), tmp_path / "weights.safetensors")
+
+
+DTYPES = {"F32": np.float32, "I32": np.int32, "BF16": ml_dtypes.bfloat16}
 
 
 def read_safetensors(file) -> dict[str, np.ndarray]:
@@ -97,7 +152,7 @@ def read_safetensors(file) -> dict[str, np.ndarray]:
     arrays = {}
     for name, about in head.items():
         start, stop = about["data_offsets"]
-        dtype = {"F32": np.float32, "I32": np.int32}[about["dtype"]]
+        dtype = DTYPES[about["dtype"]]
         arrays[name] = np.frombuffer(data[start:stop], dtype).reshape(about["shape"])
     assert max(about["data_offsets"][1] for about in head.values()) == len(data)
     return arrays

@@ -4,116 +4,25 @@ import re
 import sys
 
 import pytest
+from toy_configs import BASE, error, write
 
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.config import tree as config_tree
 from meshloom.trainer.config.files import ConfigError, load, override
 
-TOY = """
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Norm:
-    eps: float = 1e-5
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    num_layers: int = 2
-    d_model: int = 64
-    num_heads: int = 4
-    act: Literal["gelu", "swiglu"] = "gelu"
-    norm: Norm = Norm()
-    head_norm: Norm | None = None
-
-    def __post_init__(self):
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} does not divide d_model {self.d_model};"
-                "\\n give another num_heads"
-            )
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW:
-    b1: float = 0.9
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Text:
-    path: str
-    shape: tuple[int, ...] = ()
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mesh:
-    data: int = 1
-    fsdp: int = 1
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hook:
-    every: int = 1
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    model: Model
-    batch_size: int
-    optimizer: Any = None
-    data: Text | None = None
-    eval_data: Text | None = None
-    mesh: Mesh = Mesh(fsdp=3)
-    hooks: tuple[Hook, ...] = ()
-    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    name: str = "run"
-    clip: float | None = None
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Grows:
-    size: int = 1
-
-    def __post_init__(self):
-        object.__setattr__(self, "size", self.size + 1)
-"""
-
-BASE = """\
-from __gin__ import dynamic_registration
-import toy
-
-toy.Config.model = @toy.Model()
-toy.Config.batch_size = 8
-toy.Config.optimizer = @toy.AdamW()
-toy.Model.num_layers = 6
-toy.AdamW.b1 = 0.8
-"""
-
 
 @pytest.fixture
-def toy(tmp_path, monkeypatch):
-    """A user's module, the shipped configs "base" and "other", and the folder."""
-    (tmp_path / "toy.py").write_text(TOY)
+def toy(toy, tmp_path, monkeypatch):
+    """With "base" as a shipped config, not a file in the working folder."""
     (tmp_path / "shipped").mkdir()
-    (tmp_path / "shipped" / "base.gin").write_text(BASE)
+    (tmp_path / "base.gin").rename(tmp_path / "shipped" / "base.gin")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "toy", raising=False)
     monkeypatch.setattr(
         config_files,
         "shipped",
         lambda: {p.stem: p for p in (tmp_path / "shipped").iterdir()},
     )
-    monkeypatch.chdir(tmp_path)
-    yield importlib.import_module("toy")
-    sys.modules.pop("toy", None)
-
-
-def write(text, name="mine.gin"):
-    with open(name, "w") as f:
-        f.write(text)
-    return name
-
-
-def error(toy, files, sets=()):
-    with pytest.raises(ConfigError) as caught:
-        load(files, sets, root=toy.Config)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return toy
 
 
 def test_values_and_origins(toy):

@@ -120,7 +120,7 @@ def test_a_process_that_never_starts_is_named(started, tmp_path):
         assert f"process {number} of 3 on host {socket.gethostname()}" in process.stdout
         words = (
             f"5 s for all 3 processes of this job at {address}, but process 1 on "
-            "localhost did not come"
+            "localhost did not join"
             if 0 in started
             else f"tried for 5 s to reach process 0 at {address}: Connection refused"
         )

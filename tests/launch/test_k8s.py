@@ -175,6 +175,19 @@ def test_what_a_person_gives_stays_one_value(manifest, capsys):
     assert pod["containers"][0]["args"] == ["train", odd.replace("$", "$$")]
 
 
+# What YAML 1.1 or 1.2 reads as a number, a boolean, a date or null, and PyYAML alone
+# does not quote all of it.
+@pytest.mark.parametrize("value", ["1e3", "0o17", "y", "On", "~", "2026-01-01", "1:30"])
+def test_a_text_that_looks_like_something_else_is_quoted(value, manifest):
+    text = manifest("--hosts", "1", "--env", f"VALUE={value}")
+    assert f'value: "{value}"\n' in text
+
+
+def test_nothing_is_written_as_a_reference_to_another_place(manifest):
+    # Requests and limits are one object; most readers do not know YAML's anchors.
+    assert not re.search(r"[&*]id\d", manifest(*JOBS["gpu-2x8"]))
+
+
 def test_the_policy_of_the_page_is_the_one_that_is_written(manifest):
     (shown,) = blocks("docs/kubernetes.md", "yaml")
     document = yaml.safe_load(shown)
@@ -194,24 +207,24 @@ def test_the_policy_of_the_page_is_the_one_that_is_written(manifest):
         (["--hosts", "2", "--secret-env", "HF_TOKEN=s3cret"], "expected HF_TOKEN=SECR"),
         (["--hosts", "2", "--env", "MESHLOOM_HOSTS=a"], "is set by the launcher"),
         (["--hosts", "2", "--env", "s3cret"], "without =; expected NAME=VALUE"),
-        (["--hosts", "2", "--env", "1A=b"], "'1A' is no name of a variable"),
+        (["--hosts", "2", "--env", "1A=b"], "'1A' is not a variable name"),
         (["--hosts", "2", "--env", "A=1", "--env", "A=2"], "gives A twice"),
         (["--hosts", "2", "--volume", "runs:there"], "mounts at 'there'"),
         (["--hosts", "2", "--slices", "2"], "only TPUs come in slices"),
         (["--hosts", "0"], "--hosts must be at least 1, got 0"),
         (["--hosts", "2", "--port", "70000"], "at most 65535, got 70000"),
-        (["--hosts", "2", "--name", "GPT_2"], "--name is 'GPT_2'; expected small"),
+        (["--hosts", "2", "--name", "GPT_2"], "--name is 'GPT_2'; expected lowercase"),
         (["--hosts", "2", "--name", "a" * 60], "Shorten it by"),
-        (["--hosts", "2", "--detach"], "--detach is of no use without --apply"),
-        ([], "--hosts is missing"),
+        (["--hosts", "2", "--detach"], "--detach needs --apply"),
+        ([], "--hosts is required"),
         (["--tpu-topology", "4x4"], "go together"),
-        ([*TPU, "--gpus", "8"], "exclude each other"),
+        ([*TPU, "--gpus", "8"], "cannot be combined"),
         ([*TPU, "--hosts", "3"], "has 16 chips, but 3 host(s) with 4 chips have 12"),
         ([*TPU, "--tpu-topology", "4"], "--tpu-topology is '4'; expected two or three"),
         ([*TPU, "--slices", "2", "--form", "trainjob"], "has one group of hosts"),
         (
             ["--hosts", "2", "--form", "trainjob", "--max-restarts", "3"],
-            "is that of its runtime jax-distributed",
+            "failure policy of its runtime jax-distributed",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_detached_and_stopped(cluster, capfd):
     said = capfd.readouterr().out
     assert verbs(folder) == ["apply"]
     objects = "jobsets.jobset.x-k8s.io/gpt2 networkpolicies.networking.k8s.io/gpt2"
-    assert said == f"The job runs. To stop it: kubectl delete -n lab {objects}\n"
+    assert said == f"The job is running. To stop it: kubectl delete -n lab {objects}\n"
     assert main(["launch", "k8s", "--name", "gpt2", "--delete"]) == 0
     words = calls(folder)[-1]["words"]
     assert words == [
@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_stop_it(tmp_path):
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert out.startswith("The job goes on, unwatched. To stop it: kubectl delete")
+    assert out.startswith("The job keeps running. To stop it: kubectl delete")
     assert "delete" not in verbs(folder)
 
 
@@ -137,7 +137,10 @@ def test_what_kubectl_says_is_passed_on(cluster, capfd):
     cluster({"error": "jobsets.jobset.x-k8s.io is forbidden"})
     assert main([*ARGV, "--apply", *TRAIN]) == 2
     said = capfd.readouterr().err
-    assert "saying: Error from server: jobsets.jobset.x-k8s.io is forbidden" in said
+    assert (
+        "exited with code 1: Error from server: jobsets.jobset.x-k8s.io is forbidden"
+        in said
+    )
 
 
 def test_without_kubectl(monkeypatch, capfd, tmp_path):

@@ -1,4 +1,4 @@
-"""The supervisor's rules, without processes: statuses, progress, stalls, restarts."""
+"""The supervisor's rules, without processes: exit codes, progress, stalls, restarts."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from meshloom.launch.progress_watch import Watch
 from meshloom.launch.restarts import Restarts
 from meshloom.launch.settings import Settings
 
-# Statuses.
+# Exit codes.
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_endings_in_words():
     assert str(Ending(3, -signal.SIGKILL, 37)) == (
         "worker 3 was killed by signal 9 (SIGKILL) at step 37"
     )
-    assert str(Ending(0, 76)).startswith("worker 0 ended with status 76 (its watchdog")
+    assert str(Ending(0, 76)).startswith("worker 0 exited with code 76 (its watchdog")
     assert str(Ending(0, -40)) == "worker 0 was killed by signal 40 (no name)"
 
 
@@ -227,11 +227,11 @@ def test_any_worker_that_gets_on_is_progress_of_the_group(clock):
 def test_without_reports_nothing_stalls(clock):
     watch = watch_of(clock)
     clock.now += 500
-    assert not watch.is_for_life_only
+    assert not watch.only_checks_liveness
     clock.now += 101
-    assert watch.is_for_life_only and not watch.has_stalled
+    assert watch.only_checks_liveness and not watch.has_stalled
     watch.see(0, Report(None, 0))
-    assert not watch.is_for_life_only
+    assert not watch.only_checks_liveness
     # One attempt has reported, so the next is expected to.
     watch.begin()
     assert stalls_after(watch, clock) == 600
@@ -272,10 +272,10 @@ def test_a_first_restart_comes_at_once_and_delays_double_up_to_the_longest():
 def test_deaths_and_stalls_count_alike():
     restarts = Restarts(2, least=2, limit=2)
     assert attempt(restarts, None).status is None
-    assert attempt(restarts, died(1)).words.endswith("(2 of 2 without progress)")
+    assert attempt(restarts, died(1)).message.endswith("(2 of 2 without progress)")
     assert attempt(restarts, None).status == exit_codes.GAVE_UP
     none = attempt(Restarts(2, least=2, limit=0), died(0))
-    assert none.words == "giving up, no restart is allowed"
+    assert none.message == "giving up, no restart is allowed"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_deaths_that_are_no_reason_to_shrink(deaths):
 
 def test_a_new_size_starts_a_new_count():
     restarts = Restarts(3, least=1, limit=2)
-    words = [attempt(restarts, died(0)).words for _ in range(6)]
+    words = [attempt(restarts, died(0)).message for _ in range(6)]
     assert restarts.size == 1
     assert [re.search(r"\d of", text)[0] for text in words] == (
         ["1 of", "2 of", "1 of", "1 of", "1 of", "2 of"]

@@ -59,11 +59,11 @@ def test_all_is_well(tmp_path):
 FAILURES = {
     "bad input": (
         "print('meshloom: no such mesh', flush=True); sys.exit(2)",
-        "worker 0 ended with status 2 (bad input): no such mesh",
+        "worker 0 exited with code 2 (bad input): no such mesh",
     ),
     "an error": (
         "print('Boom'); print(); sys.exit(1)",
-        "worker 0 ended with status 1: Boom",
+        "worker 0 exited with code 1: Boom",
     ),
     "a signal": (
         "print('last words', flush=True); os.kill(os.getpid(), 9)",

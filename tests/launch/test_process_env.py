@@ -55,7 +55,7 @@ def test_nothing_said_is_no_job():
 
 def test_own_variables():
     found = process_env.find(OWN)
-    assert found == process_env.Place("a:1234", 4, 3, "MESHLOOM variables")
+    assert found == process_env.ProcessEnv("a:1234", 4, 3, "MESHLOOM variables")
     assert found.address == ("a", 1234)
     assert found.describe("h") == (
         "process 3 of 4 on host h, found from MESHLOOM variables; coordinator a:1234"
@@ -237,7 +237,7 @@ def test_cloud_tpu():
     "changes, message",
     [
         ({"MESHLOOM_COORDINATOR": "a"}, "expected host:port"),
-        ({"MESHLOOM_COORDINATOR": "a:0"}, "0 is no port"),
+        ({"MESHLOOM_COORDINATOR": "a:0"}, "0 is not a port"),
         ({"MESHLOOM_COORDINATOR": "::1:70"}, r"in brackets: \[::1\]:70"),
         ({"MESHLOOM_PROCESS_ID": "4"}, "is 4, but MESHLOOM_NUM_PROCESSES is 4"),
         ({"MESHLOOM_HOSTS": "a,b"}, "expected 4 host names"),

@@ -81,7 +81,7 @@ def test_a_host_that_cannot_be_reached():
     with ending(near(["true"], ssh=["sh", "-c", "exit 255"])) as process:
         _, err = process.communicate(timeout=30)
         assert process.returncode == exit_codes.UNREACHABLE
-        assert "meshloom: b cannot be reached by sh" in err
+        assert "meshloom: cannot reach b with sh" in err
 
 
 def test_told_to_stop_it_passes_it_on(tmp_path):

@@ -1,4 +1,4 @@
-"""Processes meet before jax is told of them, and each that does not come is named."""
+"""The rendezvous of processes before jax joins them: one that is missing is named."""
 
 import concurrent.futures
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 
 from meshloom.launch import rendezvous
 from meshloom.launch.exit_codes import Unreachable
-from meshloom.launch.process_env import Place
+from meshloom.launch.process_env import ProcessEnv
 
 HERE = "127.0.0.1"
 
@@ -22,17 +22,17 @@ def job():
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         port = probe.getsockname()[1]
-    return Place(f"{HERE}:{port}", 3, 0, "a test", join_seconds=5)
+    return ProcessEnv(f"{HERE}:{port}", 3, 0, "a test", join_seconds=5)
 
 
-def of(job: Place, number: int, **changes) -> Place:
+def of(job: ProcessEnv, number: int, **changes) -> ProcessEnv:
     return dataclasses.replace(job, process_id=number, **changes)
 
 
-def meet_all(*places: Place, late: float = 0.0, with_gpus=()) -> list:
+def meet_all(*places: ProcessEnv, late: float = 0.0, with_gpus=()) -> list:
     """What each process gets, answer or error; process 0 comes late."""
 
-    def meet(place: Place):
+    def meet(place: ProcessEnv):
         if place.process_id == 0:
             time.sleep(late)
         try:
@@ -59,9 +59,9 @@ def test_who_does_not_come_is_named_to_all(job):
     first, second = meet_all(job, of(job, 1))
     assert first.startswith(
         f"waited 1 s for all 3 processes of this job at {job.coordinator}, but process "
-        "2 on c did not come."
+        "2 on c did not join."
     )
-    assert "127.0.0.1 here, which can be reached from this host only" in first
+    assert "127.0.0.1 here, which only this host can reach" in first
     assert second == f"process 0 of this job says: {first}"
 
 
@@ -70,12 +70,12 @@ def test_process_0_that_does_not_come_is_named(job):
     (found,) = meet_all(job)
     assert f"process 1 on h1 tried for 1 s to reach process 0 at {HERE}" in found
     assert "Connection refused" in found
-    assert "127.0.0.1 can be reached from the host of process 0 only" in found
+    assert "127.0.0.1 can only be reached from process 0's own host" in found
 
 
 def test_two_with_one_number(job):
     found = meet_all(job, of(job, 1), of(job, 1))
-    assert "two processes of this job have the number 1: one on h1" in found[0]
+    assert "two processes of this job have index 1: one on h1" in found[0]
     assert all(found[0] in words for words in found[1:])
 
 
@@ -88,7 +88,7 @@ def test_two_sizes_of_a_job(job):
 @pytest.mark.parametrize("number, words", [(0, "1 on h1"), (1, "0 on h0")])
 def test_a_process_without_gpus_among_others(job, number, words):
     first, second = meet_all(job, of(job, 1), with_gpus=[number])
-    assert f"process {words} has no GPU that it may use, process {number} on" in first
+    assert f"process {words} has no usable GPU, but process {number} on" in first
     assert first in second
 
 
@@ -113,14 +113,16 @@ def test_strangers_and_those_who_leave_do_not_count(job):
     job = dataclasses.replace(job, join_seconds=1, num_processes=4)
     first, _ = meet_all(job, of(job, 1))
     thread.join()
-    assert "but process 2, process 3 did not come" in first
+    assert "but process 2, process 3 did not join" in first
 
 
 def test_a_port_that_is_taken(job):
     with socket.socket() as taken:
         taken.bind(job.address)
         taken.listen()
-        with pytest.raises(Unreachable, match="is taken by another program on this ho"):
+        with pytest.raises(
+            Unreachable, match="is in use by another program on this ho"
+        ):
             rendezvous.meet(job, "h0", HERE)
 
 

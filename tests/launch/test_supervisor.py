@@ -42,9 +42,9 @@ def test_a_job_that_nothing_happens_to(tmp_path):
 DEATHS = {
     "kill": "was killed by signal 9 (SIGKILL)",
     "abort": "was killed by signal 6 (SIGABRT)",
-    1: "ended with status 1",
-    75: "ended with status 75 (preempted)",
-    76: "ended with status 76 (its watchdog saw no progress)",
+    1: "exited with code 1",
+    75: "exited with code 75 (preempted)",
+    76: "exited with code 76 (its watchdog saw no progress)",
 }
 
 
@@ -79,7 +79,7 @@ def test_any_death_restarts_all(what, worker, tmp_path):
         dead, ended = (job.logs / f"worker-{n}.log" for n in (worker, other))
         assert notes(dead)[:2] == ["attempt 1, 2 processes", f"attempt 1: {reason}"]
         assert notes(ended)[1].startswith(f"attempt 1: worker {other} was killed by ")
-        assert notes(ended)[1].endswith(f"told to end by the supervisor: {reason}")
+        assert notes(ended)[1].endswith(f"stopped by the supervisor: {reason}")
         assert "attempt 2: worker 1 speaks" in (job.logs / "worker-1.log").read_text()
 
 
@@ -102,7 +102,7 @@ def test_all_leave_when_one_is_preempted(tmp_path):
         assert job.status() == 0
         log = notes(job.logs / "worker-1.log")
         assert log[1] == (
-            "attempt 1: worker 1 ended with status 75 (preempted) at step 2"
+            "attempt 1: worker 1 exited with code 75 (preempted) at step 2"
         )
 
 
@@ -111,7 +111,7 @@ def test_bad_input_is_not_tried_again(tmp_path):
         assert job.status() == exit_codes.BAD_INPUT
         (line,) = job.said()
         assert re.fullmatch(
-            r"attempt 1: worker [01] ended with status 2 \(bad input\), saying "
+            r"attempt 1: worker [01] exited with code 2 \(bad input\), saying "
             "'meshloom: the batch is not divided by 2 devices'; not restarting",
             line,
         )
@@ -215,7 +215,7 @@ def test_workers_that_report_nothing_are_watched_for_life_only(tmp_path):
     plan = {"steps": 1, "silent": True, "seconds": 1, "faults": faults}
     with Job(tmp_path, plan, start_seconds=0.1, stall_seconds=0.1) as job:
         assert job.status() == 0
-        note = "the workers report no progress: watched for life only"
+        note = "the workers report no progress: only deaths are noticed"
         assert job.said().count(note) == 1
         assert job.events("note") and not job.events("stall")
         assert job.events("death")[0]["reason"].endswith("(SIGKILL)")

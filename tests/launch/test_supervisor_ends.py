@@ -22,7 +22,7 @@ def test_told_to_stop_it_lets_the_workers_save(number, tmp_path):
         job.until_stepped(1)
         job.send(number)
         assert job.status() == exit_codes.PREEMPTED
-        assert job.said()[-1] == "stopped: every worker has saved and left"
+        assert job.said()[-1] == "stopped: every worker saved and exited"
         assert job.events()[-1] | {"time": 0} == {
             "time": 0,
             "event": "stop",
@@ -30,7 +30,7 @@ def test_told_to_stop_it_lets_the_workers_save(number, tmp_path):
             "status": 75,
         }
         log = (job.logs / "worker-1.log").read_text()
-        assert f"told to end by the supervisor: told to stop by {number.name} ==" in log
+        assert f"stopped by the supervisor: told to stop by {number.name} ==" in log
 
 
 def test_workers_that_do_not_leave_in_time_are_killed(tmp_path):
@@ -38,7 +38,7 @@ def test_workers_that_do_not_leave_in_time_are_killed(tmp_path):
         job.until_stepped(1)
         job.send(signal.SIGTERM)
         assert job.status() == 143
-        assert job.said()[-1].startswith("stopped: not every worker has saved; ")
+        assert job.said()[-1].startswith("stopped: not every worker saved; ")
 
 
 def test_a_second_signal_kills_at_once(tmp_path):
@@ -46,7 +46,7 @@ def test_a_second_signal_kills_at_once(tmp_path):
     with Job(tmp_path, plan, grace_seconds=1000, repeat_seconds=0) as job:
         job.until_stepped(1)
         job.send(signal.SIGINT)
-        job.until(lambda: "SIGINT: telling the workers" in job.stderr)
+        job.until(lambda: "SIGINT: asking the workers" in job.stderr)
         job.send(signal.SIGTERM)
         assert job.status() == 130
 
@@ -66,7 +66,7 @@ def test_a_job_that_is_done_in_time_is_done(tmp_path):
     with Job(tmp_path, plan, repeat_seconds=1000) as job:
         job.until_stepped(1)
         job.send(signal.SIGTERM)
-        job.until(lambda: "SIGTERM: telling the workers" in job.stderr)
+        job.until(lambda: "SIGTERM: asking the workers" in job.stderr)
         job.send(signal.SIGTERM)
         assert job.status() == 0
         assert job.said()[-1] == "stopped: every worker is done"
@@ -111,7 +111,7 @@ def test_it_goes_on_without_a_worker_that_cannot_come_back(tmp_path):
         # The first death came after progress, the next two before any.
         assert sizes(job) == [3, 3, 3, 2]
         assert job.said()[2] == (
-            "attempt 3: worker 2 ended with status 1; worker 2 cannot come back; "
+            "attempt 3: worker 2 exited with code 1; worker 2 cannot come back; "
             "continuing with 2 of 3 processes at once"
         )
         (resize,) = job.events("resize")
@@ -153,7 +153,7 @@ def test_a_death_while_all_should_save_is_not_waited_for(told, tmp_path):
             job.send(signal.SIGTERM)
         else:
             (job.logs / "processes").write_text("1\n")
-        job.until(lambda: "save and leave" in job.stderr)
+        job.until(lambda: "save and exit" in job.stderr)
         os.kill(job.pids()[1], signal.SIGKILL)
         if told == "stop":
             assert job.status() == 128 + signal.SIGTERM
@@ -171,11 +171,11 @@ def test_it_grows_when_told_to(tmp_path):
         assert job.status() == 0
         assert sizes(job) == [1, 3]
         assert job.said() == [
-            "told to continue with 3 processes: telling the workers to save and leave",
+            "told to continue with 3 processes: asking the workers to save and exit",
             "done at attempt 2",
         ]
         log = (job.logs / "worker-0.log").read_text()
-        assert "status 75 (preempted) at step 1, told to end by the supervisor: " in log
+        assert "code 75 (preempted) at step 1, stopped by the supervisor: " in log
 
 
 def test_a_number_that_is_refused_is_taken_back(tmp_path):

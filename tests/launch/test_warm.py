@@ -101,7 +101,7 @@ def test_without_an_answer_workers_start_by_themselves(tmp_path):
         assert job.status() == 0
         said = [line for line in job.said() if "warm process" in line]
         assert said == [
-            "the warm process does not answer; workers import by themselves from now "
-            f"on, see {job.logs / 'warm.log'}"
+            "the warm process does not answer; from now on each worker imports for "
+            f"itself, see {job.logs / 'warm.log'}"
         ]
         assert (job.logs / "warm.log").read_text() == "no such module\n"

@@ -23,9 +23,9 @@ TRAIN = (
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--hosts", "a,a"], "--hosts is 'a,a'; expected different names, such as"),
-        (["--hosts", "a,"], "--hosts is 'a,'; expected different names"),
-        (["--hosts", "me@a"], "--hosts is 'me@a'; the names are used by the processes"),
+        (["--hosts", "a,a"], "--hosts is 'a,a'; expected distinct names, such as"),
+        (["--hosts", "a,"], "--hosts is 'a,'; expected distinct names"),
+        (["--hosts", "me@a"], "--hosts is 'me@a'; the processes use these names"),
         (["--hosts", "a", "--processes-per-host", "0"], "--processes-per-host must be"),
         (["--hosts", "a", "--ssh", "no-such-ssh"], "--ssh 'no-such-ssh': command not"),
     ],
@@ -72,7 +72,7 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path):
             assert before
             b.cut_off()
             began = time.monotonic()
-            gone = f"worker 1 on {b.name} ended with status 69 (a host, process"
+            gone = f"worker 1 on {b.name} exited with code 69 (a host, process"
             wait_until(said(gone), job, output, 60)
             # ssh asks every 5 s and gives up after three answers that did not come.
             assert time.monotonic() - began < 30

@@ -97,8 +97,8 @@ def test_bad_arguments(capfd, launched):
         "must be. Name a folder for them with --logs."
     )
     assert refused(capfd, [*argv, "--min-processes", "3", "--", "train"]) == (
-        "--min-processes is 3, more than --processes 2; it is what the group may "
-        "shrink to"
+        "--min-processes is 3, more than --processes 2; it is the size that the "
+        "group may shrink to"
     )
     assert refused(capfd, [*argv, "--cpu-devices", "0", "--", "train"]) == (
         "--cpu-devices must be at least 1, got 0"

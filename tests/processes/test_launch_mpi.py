@@ -41,10 +41,10 @@ def test_hostfiles_of_both_kinds(text, slots, tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("a slots=0", "line 1: 'a slots=0' is no host; expected 'HOST slots=N' or"),
-        ("\na:x", "line 2: 'a:x' is no host"),
-        ("a\nb\na", "line 3: host a is there twice"),
-        ("# none", "names no host"),
+        ("a slots=0", "line 1: 'a slots=0' is not a host; expected 'HOST slots=N' or"),
+        ("\na:x", "line 2: 'a:x' is not a host"),
+        ("a\nb\na", "line 3: host a is listed twice"),
+        ("# none", "does not name any host"),
     ],
 )
 def test_hostfiles_that_cannot_be(text, words, tmp_path):
@@ -110,7 +110,7 @@ def test_bad_input(capfd, tmp_path):
         "command with --mpirun."
     )
     assert refused(capfd, ["launch", "mpi", "--", "train"]) == (
-        "--processes is needed where no --hostfile is given"
+        "--processes is required without --hostfile"
     )
     assert "says 'cat (" in refused(
         capfd, ["launch", "mpi", "--mpirun", "cat", "--processes", "2", "--", "train"]
@@ -127,10 +127,8 @@ def test_bad_input(capfd, tmp_path):
         "--",
         "train",
     ]
-    assert "has room for 1. Add hosts or slots" in refused(capfd, argv)
-    with pytest.raises(
-        ValueError, match="--env NOT_SET: this variable is not set here"
-    ):
+    assert "only has 1 slots. Add hosts or slots" in refused(capfd, argv)
+    with pytest.raises(ValueError, match="--env NOT_SET: this variable is not set"):
         target.carried({"A": "1"}, ["NOT_SET"])
 
 

@@ -79,8 +79,8 @@ def test_bash_takes_the_script(capfd, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--nodes", "two"], "--nodes must be a number of nodes, got two"),
-        ([], "--nodes must be a number of nodes, got None"),
+        (["--nodes", "two"], "--nodes must be a whole number, got two"),
+        ([], "--nodes is required: the number of nodes"),
         (
             ["--nodes", "2", "--tasks-per-node", "0"],
             "--tasks-per-node must be at least",
@@ -91,8 +91,8 @@ def test_bash_takes_the_script(capfd, tmp_path):
         ),
         (
             ["--nodes", "2", "--env", "WANDB_API_KEY=x"],
-            "--env WANDB_API_KEY=...: this looks like a secret, which the script would "
-            "show. Set it in your environment and pass --env WANDB_API_KEY.",
+            "--env WANDB_API_KEY=...: this looks like a secret, and the script would "
+            "show it. Set it in your environment and pass --env WANDB_API_KEY.",
         ),
         (["--nodes", "2", "--env", "NOT_THERE"], "--env NOT_THERE: this variable is"),
     ],
@@ -106,8 +106,8 @@ def test_flags_of_a_job_are_refused_inside_of_one(capfd, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     argv = ["launch", "slurm", "--partition", "gpu", "--", "train"]
     assert refused(capfd, argv) == (
-        "--partition is for a new job, but this is inside job 7, whose nodes are used. "
-        "Leave it out, or leave the job."
+        "--partition is for a new job, but this is inside job 7 and uses its nodes. "
+        "Leave the flag out, or exit the job."
     )
 
 
@@ -173,7 +173,7 @@ def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
         assert "Restarts=2" in slurm("scontrol", "show", "job", "1")
         text = output.read_text()
         assert f"job 1 is RUNNING on {a.name[:-1]}[0-1]" in text
-        assert "putting job 1 back into the queue" in text
+        assert "requeueing job 1" in text
     assert len(starts()) == 4 and all(row["devices"] == 2 for row in starts())
     # Every stop was a save, and nothing was computed twice.
     rows = [json.loads(row) for row in (run / "ledger.jsonl").read_text().splitlines()]

@@ -1,7 +1,6 @@
 """The numbers behind the charts of a report, and the lines drawn from them."""
 
 import json
-import math
 import re
 
 import numpy as np
@@ -53,17 +52,6 @@ def test_log_ticks_are_few_and_inside():
     assert curves.log_ticks(0.09, 11) == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5, 10])
     assert len(curves.log_ticks(1e-9, 1e9)) <= 7
     assert len(curves.log_ticks(1.21, 1.29)) >= 2
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"), (1500, "1.5 k"), (2e6, "2 M"), (0.25, "0.25"), (3e-4, "3e-4"),
-        (-12345, "-12.35 k"), (math.inf, "not finite"), (1.33549, "1.335"),
-    ],
-)  # fmt: skip
-def test_short_number(value, text):
-    assert curves.short_number(value) == text
 
 
 def test_a_value_that_is_not_finite_breaks_the_line():

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from meshloom.trainer.program.peaks import Peak
-from meshloom.trainer.record.progress import Progress, Rate, duration, human
+from meshloom.trainer.record.progress import Progress, Rate
 
 PEAK = Peak(1e9, "measured matmul peak")
 
@@ -161,21 +161,3 @@ def test_terminal_gets_a_live_bar_and_messages_above_it(clock):
     assert "12.8 k tokens/s" in shown and "25 % of the measured matmul peak" in shown
     # Brackets are text, not rich markup.
     assert "[saved] step 500" in shown
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.5, "0.50"), (12.34, "12.3"), (999.4, "999"), (999.7, "1.00 k"),
-     (41234, "41.2 k"), (3.2e6, "3.20 M"), (1.5e14, "150 T")],
-)  # fmt: skip
-def test_human(value, text):
-    assert human(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599, "59 min 59 s"),
-     (3 * 3600 + 420, "3 h 07 min"), (49 * 3600, "2 d 01 h")],
-)  # fmt: skip
-def test_duration(seconds, text):
-    assert duration(seconds) == text

@@ -15,8 +15,9 @@ import pytest
 import tiny_plans
 
 from meshloom.sharding.pipeline import make, simulate
+from meshloom.sharding.text import short_number
 from meshloom.trainer.plan import plan
-from meshloom.trainer.record import curves, metrics
+from meshloom.trainer.record import metrics
 from meshloom.trainer.report import write_report
 
 NUM_STEPS, SPIKE, NAN = 3000, 1200, 2000
@@ -151,7 +152,7 @@ def test_report_shows_state_figures_and_tables(report):
     for figure in ("1.361", "1.963", "lowest of 12, at step 3000", "2 min 30 s"):
         assert figure in text
     # The mean is labelled as such, next to the last value of the curve.
-    last = curves.short_number(list(train_rows())[-1]["loss"])
+    last = short_number(list(train_rows())[-1]["loss"])
     assert f"mean of steps 2951 to 3000; latest {last}" in text
     assert "Final loss" not in text
     # The four that were set and the one with markup, not the forty defaults.

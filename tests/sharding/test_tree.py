@@ -7,7 +7,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshloom.sharding import MeshSpec, Rules, data, diff, fsdp, resolve, tensor
-from meshloom.sharding.text import human_bytes
 
 AXES = {"up": ("embed", "mlp"), "scale": ("norm",), "steps": (), "odd": (None, None)}
 TREE = {
@@ -186,11 +185,3 @@ def test_a_large_model_is_planned_by_shapes_in_no_time():
     tree = {k: jax.ShapeDtypeStruct((80, 8192, 28672), "bfloat16") for k in axes}
     r = resolve(tree, RULES, MeshSpec(fsdp=64, tensor=4).abstract(), axes=axes)
     assert r.bytes_per_device == r.bytes // 256
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")],
-)
-def test_human_bytes(count, text):
-    assert human_bytes(count) == text

@@ -292,10 +292,10 @@ def test_other_bad_input(tmp_path, capfd):
 
 
 def test_what_only_the_run_can_know_is_bad_input_too(tmp_path, monkeypatch, capfd):
-    refusal = once.Outcome(1.0, "worker 0 ended with status 2: no such thing", True)
+    refusal = once.Outcome(1.0, "worker 0 exited with code 2: no such thing", True)
     monkeypatch.setattr(once, "run", lambda *_, **__: refusal)
     error = refused(capfd, [*flags("fsdp=8"), "--workdir", str(tmp_path)])
-    assert error == "mesh 'fsdp=8': worker 0 ended with status 2: no such thing"
+    assert error == "mesh 'fsdp=8': worker 0 exited with code 2: no such thing"
 
 
 # The devices of the runs.

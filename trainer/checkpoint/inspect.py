@@ -5,8 +5,6 @@ One CPU device is enough: arrays are read one at a time, into host memory.
 
 import dataclasses
 import datetime
-import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from ...launch import atomic_file
 from ...sharding.logical_axes import path_name
 from ...sharding.text import align, human_bytes
 from ..program.digest import tree_digests
@@ -24,23 +23,6 @@ from ..record.run_folder import RunFolder
 from ..record.storage import is_remote, location
 from . import manifest
 from .manager import STATE, committed_steps
-
-# Types of arrays in a safetensors file, by numpy's name.
-SAFETENSORS = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "uint8": "U8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
-
 
 AS_NUMPY = ocp.RestoreArgs(restore_type=np.ndarray)
 
@@ -194,37 +176,35 @@ def diff(a: Stored, b: Stored) -> list[str]:
 
 
 def export(stored: Stored, file: Path, *, params_only: bool = True) -> int:
-    """Writes a safetensors file; returns the number of arrays.
-
-    The file is written beside its place and moved there when it is whole.
-    """
+    """Writes a safetensors file atomically; returns the number of arrays."""
+    try:
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+    except ModuleNotFoundError as error:
+        if error.name != "safetensors":
+            raise
+        raise ValueError(
+            "ckpt export needs the package safetensors, which is not installed; "
+            "install it with: pip install 'meshloom[safetensors]'"
+        ) from error
+    # The library writes an array's memory as it lies there, so it must be in C order.
+    # np.ascontiguousarray would turn a scalar into a vector.
     arrays = {
-        path.removeprefix("params/"): array
+        path.removeprefix("params/"): np.asarray(array, order="C")
         for path, array in stored.arrays()
         if path.startswith("params/") or not params_only
     }
-    head: dict[str, Any] = {"__metadata__": {"step": str(stored.step)}}
-    start = 0
-    for name, array in arrays.items():
-        kind = SAFETENSORS.get(array.dtype.name)
-        if kind is None:
-            raise ValueError(f"{name}: safetensors has no type for {array.dtype.name}")
-        stop = start + array.nbytes
-        head[name] = {
-            "dtype": kind,
-            "shape": list(array.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    part = file.with_name(f"{file.name}.part")
-    with open(part, "wb") as out:
-        out.write(struct.pack("<Q", len(text)))
-        out.write(text)
-        for array in arrays.values():
-            out.write(np.ascontiguousarray(array).tobytes())
-    part.replace(file)
+    with atomic_file.replacing(file) as draft:
+        draft.touch()
+        mode = draft.stat().st_mode  # as the umask has it; the library makes it 0600
+        try:
+            save_file(arrays, draft, metadata={"step": str(stored.step)})
+        except SafetensorError as error:
+            raise ValueError(
+                f"step {stored.step} cannot be exported: {error}. `meshloom ckpt "
+                "inspect` shows the type of each array."
+            ) from error
+        draft.chmod(mode)
     return len(arrays)
 
 

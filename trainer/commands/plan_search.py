@@ -107,8 +107,8 @@ def scale(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> b
 
 def _write(path: Path, found: "Search", number: int, names: Sequence[str]) -> None:
     """Writes one of the best plans as a config; the first is number 1."""
+    from ...sharding.text import seconds_text
     from ..plan.searching import chosen_config
-    from ..plan.text import seconds_text
 
     chosen = found.finalists(number)
     if number > len(chosen):

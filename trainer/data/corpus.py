@@ -151,8 +151,8 @@ def _start(output: Path, plan: dict[str, Any], tokenizer: str | Path | None) -> 
             )
         corpus_files.write_json(plan_path, plan)
     if tokenizer and not (output / corpus_files.TOKENIZER).exists():
-        with corpus_files.renamed(output / corpus_files.TOKENIZER) as temporary:
-            shutil.copyfile(tokenizer, temporary)
+        with corpus_files.replacing(output / corpus_files.TOKENIZER) as draft:
+            shutil.copyfile(tokenizer, draft)
 
 
 def _check_same(output: Path, there: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -181,9 +181,9 @@ def _write_shard(
     index = np.zeros(len(shard), corpus_files.INDEX)
     num_records = 0
     data_path = corpus_files.path(output, number, ".arrayrecord")
-    with corpus_files.renamed(data_path) as temporary:
+    with corpus_files.replacing(data_path) as draft:
         # Grain reads single records fast only in groups of one.
-        writer = ArrayRecordWriter(str(temporary), "group_size:1")
+        writer = ArrayRecordWriter(str(draft), "group_size:1")
         for row, document in zip(index, shard, strict=True):
             tokens = _encode(document, tokenizer).astype(dtype)
             for start in range(0, len(tokens), corpus_files.RECORD_TOKENS):
@@ -197,9 +197,9 @@ def _write_shard(
             row["digest"] = _document_digest(document, tokens)
             tracker.add(document)
         writer.close()
-        _check_written(temporary, num_records)
-    with corpus_files.renamed(corpus_files.path(output, number, ".npy")) as temporary:
-        with open(temporary, "wb") as file:
+        _check_written(draft, num_records)
+    with corpus_files.replacing(corpus_files.path(output, number, ".npy")) as draft:
+        with open(draft, "wb") as file:
             np.save(file, index)
     facts = {
         "documents": len(shard),

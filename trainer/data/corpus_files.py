@@ -13,12 +13,12 @@ that a window of a long document does not cost reading all of it.
 import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...launch import atomic_file
 from .tokenizer import Bytes, HuggingFaceTokenizer, Tokenizer, file_digest
 
 FORMAT = 1
@@ -40,19 +40,17 @@ def path(folder: Path, number: int, suffix: str) -> Path:
     return folder / f"shard-{number:05d}{suffix}"
 
 
-@contextlib.contextmanager
-def renamed(target: Path) -> Iterator[Path]:
-    """Gives a temporary name to write to, which becomes `target` when all went well."""
-    temporary = target.with_name(target.name + TEMPORARY)
-    yield temporary
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, target)
+def replacing(target: Path) -> contextlib.AbstractContextManager[Path]:
+    """Yields the path of a draft, which becomes `target` when the block succeeds.
+
+    Its name is fixed, so a build that goes on overwrites what a killed one left.
+    """
+    return atomic_file.replacing(target, draft_name=target.name + TEMPORARY)
 
 
 def write_json(target: Path, value: dict[str, Any]) -> None:
-    with renamed(target) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
+    with replacing(target) as draft:
+        draft.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def read_json(target: Path) -> dict[str, Any]:

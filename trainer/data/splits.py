@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from ...sharding.text import counted
 from . import documents
 
 Split = Literal["train", "eval", "test"]
@@ -75,17 +76,14 @@ class Shares:
             if self.test:
                 shares += f" and test_holdout={self.test}"
             return (
-                f"{what}: split 'train' is empty: {shares} of {_count(count)} leaves "
-                "none for it. Lower holdout, or add documents."
+                f"{what}: split 'train' is empty: {shares} of "
+                f"{counted(count, 'document')} leaves none for it. Lower "
+                "holdout, or add documents."
             )
         name = "holdout" if split == "eval" else "test_holdout"
         share = self.eval if split == "eval" else self.test
         return (
-            f"{what}: split '{split}' is empty: {name}={share} of {_count(count)} "
-            f"leaves none for it. Name its files as {split}_path, raise {name}, or add "
-            "documents."
+            f"{what}: split '{split}' is empty: {name}={share} of "
+            f"{counted(count, 'document')} leaves none for it. Name its files as "
+            f"{split}_path, raise {name}, or add documents."
         )
-
-
-def _count(number: int) -> str:
-    return "1 document" if number == 1 else f"{number} documents"

@@ -101,7 +101,7 @@ def connect() -> None:
     multihost_utils.sync_global_devices("connect")
 
 
-def _meaning(place: process_env.Place, bind: str | None) -> str:
+def _meaning(place: process_env.ProcessEnv, bind: str | None) -> str:
     """Says what process 0's name resolves to if that is surprising (127.0.1.1)."""
     if bind is None or not process_env.is_loopback(bind):
         return ""
@@ -125,7 +125,9 @@ def _avoid_proxies(host: str, environ: MutableMapping[str, str]) -> None:
     jax.config.update("jax_check_proxy_envs", False)
 
 
-def _divide_gpus(place: process_env.Place, environ: MutableMapping[str, str]) -> None:
+def _divide_gpus(
+    place: process_env.ProcessEnv, environ: MutableMapping[str, str]
+) -> None:
     """Gives each process its GPUs before jax sees any; Slurm has already done so."""
     if place.source == "Slurm" or place.local_id is None or place.local_count is None:
         return

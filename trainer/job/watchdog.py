@@ -105,7 +105,7 @@ class Watchdog:
         while not self._closed.wait(POLL_SECONDS):
             self._look()
             if self._is_watched and self._watch.has_stalled:
-                self._end(self._watch.words())
+                self._end(self._watch.message())
                 return
             if not self._has_dumped and self._is_asked():
                 self._dump("asked by another process")

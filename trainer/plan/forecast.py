@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.text import human_bytes
+from ...sharding.text import human_bytes, short_number
 from ..program.hardware import CPU
 from ..record import metrics
-from ..record.progress import human
 from .local_target import target_here
 from .predict import Plan, plan
 from .text import seconds_text
@@ -58,8 +57,9 @@ class Forecast:
             return words
         return (
             f"{words}; {seconds_text(self.seconds)} a step, for {target.name} with "
-            f"{human(device.flops)}FLOP/s and {human(device.hbm_bandwidth)}B/s a "
-            "device, published"
+            f"{short_number(device.flops, 3, fixed=True)}FLOP/s and "
+            f"{short_number(device.hbm_bandwidth, 3, fixed=True)}B/s a device, "
+            "published"
         )
 
     def to_json(self, measured: "Measured | None" = None) -> dict[str, Any]:

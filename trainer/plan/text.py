@@ -1,4 +1,6 @@
-"""What the tables of plans have in common: bars, seconds and colours."""
+"""What the tables of plans have in common: bars and colours."""
+
+from ...sharding.text import seconds_text as seconds_text
 
 WIDTH = 32
 
@@ -18,14 +20,3 @@ def bar(share: float, width: int = WIDTH) -> str:
     filled = min(width, round(share * width))
     more = "+" if share > 1 else ""
     return "█" * filled + more if filled else "▏" * (share > 0)
-
-
-def seconds_text(seconds: float) -> str:
-    """0.0125 -> '12.5 ms'."""
-    # What three digits would round up to 1000 belongs to the next unit.
-    if seconds >= 999.5:
-        return f"{seconds:,.0f} s"
-    for unit, least in (("s", 1), ("ms", 1e-3)):
-        if seconds >= 0.9995 * least:
-            return f"{seconds / least:.3g} {unit}"
-    return f"{1e6 * seconds:.3g} µs"

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from ...launch import atomic_file
 from ...sharding.hlo import order
 
 FOLDER = "executables"
@@ -140,13 +141,12 @@ class Executables:
             self._say(_anew(name, reason))
         digest = hashlib.sha256(payload).hexdigest()
         header = json.dumps({"key": key, "sha256": digest, "reason": reason})
-        new = file.with_name(f"{file.name}.new")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             mode = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(os.open(new, mode, 0o600), "wb") as output:
-                output.write(header.encode() + b"\n" + payload)
-            os.replace(new, file)
+            with atomic_file.replacing(file, draft_name=f"{file.name}.new") as draft:
+                with open(os.open(draft, mode, 0o600), "wb") as output:
+                    output.write(header.encode() + b"\n" + payload)
         except OSError as error:  # it would only have saved time
             self._say(f"The {name} cannot be kept in {file}: {error.strerror}")
 

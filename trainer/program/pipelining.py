@@ -23,6 +23,7 @@ from ...sharding.pipeline.simulate import (
 from ...sharding.pipeline.ticks import PIPE
 from ...sharding.plans import AUTO
 from ...sharding.resolve import resolve_dimensions
+from ...sharding.text import percent
 from . import contract
 
 # Share of a step; where more of it is bubble, a line says what would be better.
@@ -107,7 +108,7 @@ class Staging:
         return (
             f"Pipeline: {found.name}, stages {found.num_stages}{chunks}, microbatches "
             f"{num}{derived}, examples in each {batch_size // num}; bubble "
-            f"{_percent(found.bubble)} of the step (simulated), saved inputs a stage "
+            f"{percent(found.bubble)} of the step (simulated), saved inputs a stage "
             f"{found.slots}{self.advice}"
         )
 
@@ -161,10 +162,10 @@ def make_staging(
     each = _examples_each(batch_size, mesh, rules)
     num = num_microbatches
     if num is None:
-        num = best_microbatches(name, num_stages, num_chunks, _divisors(each))
+        num = best_microbatches(name, num_stages, num_chunks, divisors(each))
     elif each % num:
-        below = max(n for n in _divisors(each) if n < num)
-        above = [n for n in _divisors(each) if n > num][:1]
+        below = max(n for n in divisors(each) if n < num)
+        above = [n for n in divisors(each) if n > num][:1]
         raise ValueError(
             f"num_microbatches {num} does not divide the {each} examples that a device "
             f"has of batch_size {batch_size}. Take "
@@ -215,29 +216,25 @@ def _advice(
         num = best_microbatches(name, S, R, allowed)
         return num, simulate(make(name, S, num, R)).bubble
 
-    num, less = best(name, R, _divisors(each))
+    num, less = best(name, R, divisors(each))
     words, times = f"num_microbatches={num}", 1
     if less == bubble:
         while less > MUCH:
             times *= 2
-            num, less = best(name, R, _divisors(each * times))
+            num, less = best(name, R, divisors(each * times))
         both = "" if derived else f" and num_microbatches={num}"
         words = f"batch_size={batch_size * times}{both}"
     found = [(words, less)]
-    if more := [n for n in _divisors(num_layers) if n > R]:
-        allowed = _divisors(each) if derived else [schedule.num_microbatches]
+    if more := [n for n in divisors(num_layers) if n > R]:
+        allowed = divisors(each) if derived else [schedule.num_microbatches]
         _, less = best("interleaved", more[0], allowed)
         parts = [] if name == "interleaved" else ['pipeline.schedule="interleaved"']
         if not parts or more[0] > 2:
             parts.append(f"pipeline.num_chunks={more[0]}")
         if less < bubble:
             found.append((" and ".join(parts), less))
-    ways = " or ".join(f"{words} ({_percent(less)})" for words, less in found)
+    ways = " or ".join(f"{words} ({percent(less)})" for words, less in found)
     return f". It would be smaller with {ways}."
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _examples_each(batch_size: int, mesh: Mesh | AbstractMesh, rules: Rules) -> int:
@@ -254,5 +251,7 @@ def _examples_each(batch_size: int, mesh: Mesh | AbstractMesh, rules: Rules) -> 
     return batch_size // math.prod(sizes[axis] for axis in rows.mesh_axes)
 
 
-def _divisors(count: int) -> list[int]:
-    return [num for num in range(1, count + 1) if count % num == 0]
+def divisors(count: int) -> list[int]:
+    """Returns all divisors of a number, smallest first."""
+    small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
+    return sorted({*small, *(count // n for n in small)})

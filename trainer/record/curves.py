@@ -72,22 +72,6 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks[:: math.ceil(len(ticks) / 7)]
 
 
-def short_number(value: float, digits: int = 4) -> str:
-    """Returns a number for an axis or a table: 1.5 k, 2 M, 0.25, 3e-4."""
-    if not math.isfinite(value):
-        return "not finite"
-    size = abs(value)
-    if size == 0:
-        return "0"
-    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= scale:
-            return f"{value / scale:.{digits}g} {unit}"
-    if size < 1e-3:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.{digits}g}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """Maps values to places on the height of a chart."""

@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from ...sharding.text import human_bytes
-from .progress import duration
+from ...sharding.text import duration, human_bytes
 
 CHUNK = 2**20
 NUM_THREADS = 4

@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ...launch.atomic_file import replace_text
+
 Row = Mapping[str, Any]
 Kind = Literal["train", "eval", "test"]
 
@@ -96,19 +98,6 @@ def median_step_seconds(rows: Iterable[Row], start: int) -> float | None:
     """Returns the median of the recorded step times after step `start`."""
     seconds = [r["step_s"] for r in rows if "step_s" in r and r["step"] > start]
     return float(np.median(seconds)) if seconds else None
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new, never a part."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 class FileWriter:

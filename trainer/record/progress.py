@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ...sharding.text import duration, short_number
 from ..program.peaks import Peak
 
 
@@ -141,7 +142,7 @@ class Progress:
             parts.append(f"loss {loss:.4f}")
         if self._units is not None and rate:
             unit, count = self._units
-            parts.append(f"{human(rate * count)} {unit}/s")
+            parts.append(f"{short_number(rate * count, 3, fixed=True)} {unit}/s")
         if self._bubble is not None:
             parts.append(f"bubble {100 * self._bubble:.0f} % (simulated)")
         if self._flops_per_step is not None and self._peak is not None and rate:
@@ -180,31 +181,3 @@ class Progress:
             Text(self.time_left()),
         )
         return Group(line, Text("  ·  ".join(self.figures()), style="dim"))
-
-
-def human(value: float) -> str:
-    """Returns three significant digits and a unit: 12.3 k, 4.56 M."""
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # 999.6 would be rounded to 1000, so it belongs to the next unit.
-        if abs(value) >= size * 0.9995:
-            return f"{_three_digits(value / size)} {unit}"
-    return _three_digits(value)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
-
-
-def duration(seconds: float) -> str:
-    """Returns a time for people: 8 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s"
-    hours, rest = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {rest:02} min"
-    days, rest = divmod(hours, 24)
-    return f"{days} d {rest:02} h"

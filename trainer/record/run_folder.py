@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from ...launch.atomic_file import replace_text
 from ...launch.masking import masked_text
 from ..config.tree import (
     ABSENT,
@@ -24,7 +25,6 @@ from ..config.tree import (
     read_run,
 )
 from .invocation import Invocation
-from .metrics import replace_text
 from .save_errors import SaveFailed
 from .storage import checkpoints_of
 

@@ -11,7 +11,8 @@ from html import escape
 
 import numpy as np
 
-from ..record.curves import Axis, downsample, linear_ticks, short_number, value_axis
+from ...sharding.text import short_number
+from ..record.curves import Axis, downsample, linear_ticks, value_axis
 
 WIDTH, HEIGHT = 1000, 400
 # More dots would overlap and hide the line between them.

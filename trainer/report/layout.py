@@ -3,8 +3,7 @@
 from html import escape
 from typing import Any
 
-from ...sharding.text import human_bytes
-from ..record.curves import short_number
+from ...sharding.text import human_bytes, short_number
 from .data import RunFiles
 from .tables import code, plain_text, section, table
 

@@ -4,7 +4,7 @@ from html import escape
 from typing import Any
 
 from ...sharding.pipeline import Schedule, make, picture
-from ..record.curves import short_number
+from ...sharding.text import seconds_text
 from ..record.metrics import median_step_seconds
 from .data import RunFiles
 from .tables import code, section, table
@@ -61,17 +61,13 @@ def _measured(run: RunFiles, found: dict[str, Any]) -> list[list[str]]:
     if median is None:
         return [["Step time, measured", "not yet"]]
     return [
-        ["Step time, measured", f"{_seconds(median)}, the median"],
+        ["Step time, measured", f"{seconds_text(median)}, the median"],
         [
             "Bubble",
-            f"{_seconds(median * found['bubble'])} of it, if every tick takes its "
+            f"{seconds_text(median * found['bubble'])} of it, if every tick takes its "
             "simulated share",
         ],
     ]
-
-
-def _seconds(value: float) -> str:
-    return f"{short_number(value, digits=3)} s"
 
 
 def _picture(schedule: Schedule) -> str:

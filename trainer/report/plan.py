@@ -6,11 +6,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...sharding.text import human_bytes
+from ...launch.atomic_file import replace_text
+from ...sharding.text import human_bytes, seconds_text, short_number
 from ..plan.comparison import compare
-from ..plan.text import seconds_text
-from ..record.curves import short_number
-from ..record.metrics import median_step_seconds, replace_text
+from ..record.metrics import median_step_seconds
 from .data import RunFiles
 from .page import page
 from .tables import absent, code, section, table

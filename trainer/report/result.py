@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..record.curves import short_number
-from ..record.progress import duration
+from ...sharding.text import duration, short_number
 from .data import RATE, RunFiles, columns, training_seconds
 
 Figure = tuple[str, str, str]  # name, value, note

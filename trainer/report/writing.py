@@ -3,7 +3,7 @@
 import datetime
 from pathlib import Path
 
-from ..record.metrics import replace_text
+from ...launch.atomic_file import replace_text
 from . import sections
 from .data import RunFiles, read_run
 from .layout import sharding

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from ...launch.atomic_file import replace_text
 from ..checkpoint import manifest
 from ..checkpoint.manager import latest_step
 from ..data.sources import Dataset
 from ..job.group import Group, Report
-from ..record import file_digests, metrics
+from ..record import file_digests
 from ..record.failures import CorruptCheckpoint
 from ..record.file_digests import Stamp
 
@@ -80,7 +81,7 @@ class Identity:
         }
         # A split that is not used now is what it was.
         document = {"format": FORMAT, "splits": before["splits"] | splits}
-        metrics.replace_text(path, json.dumps(document) + "\n")
+        replace_text(path, json.dumps(document) + "\n")
 
 
 def view(datasets: Mapping[str, Dataset]) -> Report:

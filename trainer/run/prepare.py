@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ...sharding.mesh import mesh_sizes
-from ...sharding.text import human_bytes
+from ...sharding.text import counted, human_bytes
 from ..config import tree as config_tree
 from ..data import Dataset, throughput_unit
 from ..data.batches import SAMPLE_IDS, check_type
@@ -83,8 +83,8 @@ class Prepared:
         where = f"mesh {sizes}, plan {self.chosen.config.plan}"
         processes = {device.process_index for device in self.mesh.devices.flat}
         lines = [
-            f"{_count(self.mesh.size, f'{device.device_kind} device')} in "
-            f"{_count(len(processes), 'process')}"
+            f"{counted(self.mesh.size, f'{device.device_kind} device')} in "
+            f"{counted(len(processes), 'process')}"
             + (f", {where}" if self.mesh.size > 1 else ""),
             f"{count:,} parameters; with optimizer state "
             f"{human_bytes(self.layout.bytes_per_device)} a device",
@@ -257,11 +257,6 @@ def _check_alike(
                 f"the data gives {name!r} as {new} {where} and {old} in split "
                 "'train'. Let all examples have the same arrays."
             )
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _words(facts: Mapping[str, object]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from ...launch import once
+from ...launch.atomic_file import replace_text
 from ...launch.target import free_port
 from ..checkpoint.manager import committed_steps
 from ..config import files as config_files
@@ -162,7 +163,7 @@ class Certify:
             copy_at(self.reference, folder, self.save_at)
             results.append(self.resume(mesh, folder))
         document = self._document(results, config, dtype, outcome.seconds)
-        metrics.replace_text(self.workdir / FILE, json.dumps(document, indent=1) + "\n")
+        replace_text(self.workdir / FILE, json.dumps(document, indent=1) + "\n")
         self.log(certificate.table(results))
         return document
 

@@ -55,13 +55,13 @@ class Result:
         return not self.problem and not self.skipped
 
 
-def train_reference(spec: JobSpec, folder: Path) -> None:
+def train_reference(spec: JobSpec, folder: Path, *, before: str = "a drill") -> None:
     """Trains without faults."""
     with running(spec, folder) as job:
         if status := job.finish():
             raise ValueError(
                 f"the run without faults exited with status {status}; see {job.log}. "
-                "Fix that before running a drill."
+                f"Fix that before running {before}."
             )
 
 

@@ -89,7 +89,7 @@ def run(
     spec = dataclasses.replace(
         spec, limit_seconds=600 + 60 * kills * max(1, every or 1)
     )
-    _reference(spec, reference)
+    drill.train_reference(spec, reference, before="a soak")
     found = Soak(kills, [])
     rng = random.Random(seed)
     with running(spec, folder) as job:
@@ -103,15 +103,6 @@ def run(
     found.result = drill.compare(folder, reference, same_mesh=True)
     found.problem = found.result.problem
     return found
-
-
-def _reference(spec: JobSpec, folder: Path) -> None:
-    with running(spec, folder) as job:
-        if status := job.finish():
-            raise ValueError(
-                f"the run without kills exited with status {status}; see {job.log}. "
-                "Fix that before running a soak."
-            )
 
 
 def _kill_repeatedly(

@@ -14,7 +14,6 @@ with a tensor axis that divides the positions. An axis that the plan does not us
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -25,7 +24,7 @@ from ....sharding.pipeline.simulate import GATHERS
 from ....sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from ....sharding.resolve import Indivisible
 from ...program.hardware import Target
-from ...program.pipelining import Pipelining
+from ...program.pipelining import Pipelining, divisors
 from ..scenario import Case, make_case
 
 if TYPE_CHECKING:
@@ -165,11 +164,6 @@ def gathers_on(target: Target, pipeline: Pipelining) -> tuple[str, ...]:
     if pipeline.gather != AUTO:
         return (pipeline.gather,)
     return GATHERS if target.device.torus else GATHERS[:1]
-
-
-def divisors(count: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
-    return sorted({*small, *(count // n for n in small)})
 
 
 def _factors(count: int, num: int) -> Iterator[tuple[int, ...]]:
