@@ -170,14 +170,14 @@ def test_a_wrong_type_that_a_function_made(toy):
     )
 
 
-def test_what_the_parts_of_a_replaced_part_used_goes_with_it(toy):
+def test_bindings_of_a_replaced_object_are_dropped(toy):
     lines = "r = 0.1\ntoy.AdamW.rate = @toy.Constant()\ntoy.Constant.value = %r\n"
     sets = ["optimizer=@toy.Lion()"]
     loaded = load([write(BASE + lines)], sets, root=toy.Config)
-    went = " went with toy.Config.optimizer (--set optimizer=@toy.Lion())"
+    reason = " has no effect; --set optimizer=@toy.Lion() replaces toy.Config.optimizer"
     assert loaded.dropped == (
-        f"mine.gin:8: toy.AdamW.b1{went}",
-        f"mine.gin:9: macro 'r'{went}",
-        f"mine.gin:10: toy.AdamW.rate{went}",
-        f"mine.gin:11: toy.Constant.value{went}",
+        f"mine.gin:8: toy.AdamW.b1{reason}",
+        f"mine.gin:9: macro 'r'{reason}",
+        f"mine.gin:10: toy.AdamW.rate{reason}",
+        f"mine.gin:11: toy.Constant.value{reason}",
     )

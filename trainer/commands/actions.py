@@ -201,7 +201,7 @@ def _load(args: Namespace) -> config_files.Loaded:
     from ..run.train import Config
 
     loaded = config_files.load(_names(args), args.set, root=Config)
-    for note in loaded.dropped:
+    for note in (*loaded.notes, *loaded.dropped):
         print(f"note: {note}")
     if spec is not None:
         loaded = config_files.override(loaded, "mesh", spec, "--mesh")
