@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
         if os.environ.get("MESHLOOM_TRACEBACK") or not is_told:
             raise
         print(f"meshloom: {_words(error)}", file=sys.stderr)
-        return BAD_INPUT if failures.is_for_the_user(error) else UNREACHABLE
+        return BAD_INPUT if failures.is_user_error(error) else UNREACHABLE
 
 
 def _words(error: Exception) -> str:
@@ -122,7 +122,7 @@ def _words(error: Exception) -> str:
     remedy = ""
     if error.errno == errno.ENOSPC:
         remedy = ". Free some space, then run the same command again to continue"
-    elif not failures.is_for_the_user(error):
+    elif not failures.is_user_error(error):
         remedy = ". It may pass: run the same command again to continue"
     return f"{what}{error.strerror}{remedy}"
 

@@ -24,13 +24,13 @@ if test -e "$run"; then cp -r "$run" "$kept"; fi
 exit $status
 """
 GONE = (
-    "the folder is gone, or is another one than at the start. What was saved there "
-    "before went with it. Bring it back, or choose another --workdir, then run the "
+    "the folder is gone or has been replaced since the start. The checkpoints saved "
+    "there are gone with it. Restore it, or choose another --workdir, then run the "
     "same command again to continue."
 )
 LOCKED = (
-    "Read-only file system. The newest that is whole there is of step 4. Make the "
-    "folder writable, then run the same command again to continue."
+    "Read-only file system. The newest complete checkpoint there is of step 4. Make "
+    "the folder writable, then run the same command again to continue."
 )
 
 

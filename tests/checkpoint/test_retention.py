@@ -83,7 +83,7 @@ def test_a_run_keeps_by_the_losses_of_its_evaluations(tmp_path):
             "keep_every and keep_best have no effect: keep_checkpoints=None keeps all. "
             "Set keep_checkpoints to a number, or leave them at 0.",
         ),
-        (["keep_every=-1"], "keep_every must be at least 0, got -1"),
+        (["keep_every=-1"], "keep_every must be >= 0, got -1"),
     ],
 )
 def test_settings_that_cannot_work(flags, words, tmp_path, capfd):

@@ -106,8 +106,8 @@ def test_a_failure_in_the_background_is_said_once_with_its_step(
         checkpoints.save(3, trained(layout, mesh, 3))
     line = (
         f"the checkpoint of step 2 was not written to {tmp_path}: the store is on "
-        "strike. The newest that is whole there is of step 1. Fix that, then run the "
-        "same command again to continue."
+        "strike. The newest complete checkpoint there is of step 1. Fix the cause, "
+        "then run the same command again to continue."
     )
     assert str(error.value) == line
     checkpoints.close()
@@ -128,7 +128,9 @@ def test_a_failure_of_the_last_save_is_said_at_the_end(tmp_path, mesh, monkeypat
     monkeypatch.setattr(gate.open, "wait", lambda timeout: fail_at_commit())
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(7, trained(plan(mesh), mesh, 7))
-    with pytest.raises(SaveFailed, match="step 7 was not written .* None is whole"):
+    with pytest.raises(
+        SaveFailed, match="step 7 was not written .* There is no complete"
+    ):
         checkpoints.close()
 
 

@@ -75,7 +75,7 @@ def test_data_build(corpus, capsys):
     argv = ("data", "build", "--input", source, "--output", str(corpus))
     again = output(capsys, *argv, "--shard-size", "4000")
     assert again.startswith(f"{corpus}: 40 documents, {manifest['tokens']} tokens")
-    assert "holds a build of something else: num_shards is" in refused(capsys, *argv)
+    assert "contains a different build: num_shards is" in refused(capsys, *argv)
 
 
 def test_a_corpus_can_be_trained_on(run):

@@ -48,10 +48,10 @@ def test_set_replaces_a_part_and_then_a_field_of_the_new_one(toy):
     loaded = load(["base.gin"], sets, root=toy.Config)
     assert loaded.config.optimizer == toy.Lion(b1=0.7)
     assert loaded.dropped == (
-        "base.gin:8: toy.AdamW.b1 went with toy.Config.optimizer"
-        " (--set optimizer=@toy.Lion())",
+        "base.gin:8: toy.AdamW.b1 has no effect; --set optimizer=@toy.Lion() replaces"
+        " toy.Config.optimizer",
     )
-    assert loaded.text.startswith("# dropped: base.gin:8: toy.AdamW.b1 went with")
+    assert loaded.text.startswith("# dropped: base.gin:8: toy.AdamW.b1 has no effect")
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_set_replaces_a_part_and_then_a_field_of_the_new_one(toy):
         ("toy.Modle.num_layers=4", "toy has no class 'Modle'; did you mean 'Model'?"),
         (
             "modle.num_layers=4",
-            "'modle' is no field of toy.Config, imported module or macro; did you mean"
-            " 'model'?",
+            "'modle' is not a field of toy.Config, an imported module or a macro; did"
+            " you mean 'model'?",
         ),
         (
             "batchsize=4",
-            "'batchsize' is no field of toy.Config, imported module or macro; did you"
-            " mean 'batch_size'?",
+            "'batchsize' is not a field of toy.Config, an imported module or a macro;"
+            " did you mean 'batch_size'?",
         ),
         ("model.num_layers", "expected NAME=VALUE, such as num_steps=100"),
         (
@@ -91,8 +91,8 @@ def test_set_replaces_a_part_and_then_a_field_of_the_new_one(toy):
         ("model.num_layers='six'", "toy.Model.num_layers must be int, got str 'six'"),
         (
             "batch_size.x=1",
-            "batch_size holds 8, in which 'x' is not the field of an object; set"
-            " batch_size as a whole",
+            "batch_size is 8, in which 'x' is not a field of an object; set batch_size"
+            " itself",
         ),
         (
             "toy.Lion.b1=0.5",
@@ -114,17 +114,17 @@ def test_message_of_a_set(toy, text, message):
     [
         (
             "toy.Config.hooks = %gin.REQUIRED\n",
-            "--set hooks.0.every=1: hooks holds %gin.REQUIRED, in which '0.every' is"
-            " not the field of an object; set hooks as a whole",
+            "--set hooks.0.every=1: hooks is %gin.REQUIRED, in which '0.every' is"
+            " not a field of an object; set hooks itself",
         ),
         (
             "toy.Config.hooks = [@slow/toy.Hook]\n",
-            "--set hooks.0.every=1: hooks.0 holds @slow/toy.Hook, in which 'every' is"
-            " not the field of an object; set hooks.0 as a whole",
+            "--set hooks.0.every=1: hooks.0 is @slow/toy.Hook, in which 'every' is"
+            " not a field of an object; set hooks.0 itself",
         ),
         (
             "a = %b\nb = %a\ntoy.Config.hooks = %a\n",
-            "mine.gin:9: macro 'a' is defined by itself",
+            "mine.gin:9: macro 'a' refers to itself",
         ),
     ],
 )

@@ -10,7 +10,7 @@ def error_in(toy, line, sets=()):
 
 
 def test_a_reference_in_a_macro_is_called_in_the_scope_of_the_macro(toy):
-    # The rule is gin's own.
+    # As in gin.
     mine = write(
         BASE + "m = @toy.Model()\ntoy.Config.model = %m\nm/toy.Model.d_model=8"
     )
@@ -74,18 +74,18 @@ def test_int_becomes_float_and_list_becomes_tuple(toy):
         (
             "toy.Config.data = @toy.Text()",
             "mine.gin:9: toy.Text.path has no value, expected str; add the line"
-            " `toy.Text.path = ...` to a config file, or give --set data.path=...",
+            " `toy.Text.path = ...` to a config file, or pass --set data.path=...",
         ),
         (
             "toy.Config.batch_size = %gin.REQUIRED",
             "mine.gin:9: toy.Config.batch_size has no value, expected int; add the line"
-            " `toy.Config.batch_size = ...` to a config file, or give --set"
+            " `toy.Config.batch_size = ...` to a config file, or pass --set"
             " batch_size=...",
         ),
         (
             "toy.Config.name = %gin.REQUIRED",
             "mine.gin:9: toy.Config.name has no value, expected str; add the line"
-            " `toy.Config.name = ...` to a config file, or give --set name=...",
+            " `toy.Config.name = ...` to a config file, or pass --set name=...",
         ),
         (
             "toy.Config.batch_size = %size",
@@ -98,16 +98,16 @@ def test_int_becomes_float_and_list_becomes_tuple(toy):
         ),
         (
             "a = %a\ntoy.Config.batch_size = %a",
-            "mine.gin:9: macro 'a' is defined by itself",
+            "mine.gin:9: macro 'a' refers to itself",
         ),
         (
             "a = [%a]\ntoy.Config.hooks = %a",
-            "mine.gin:9: macro 'a' is defined by itself",
+            "mine.gin:9: macro 'a' refers to itself",
         ),
         (
             "toy.Config.hooks = [%gin.REQUIRED]",
             "mine.gin:9: toy.Config.hooks has no value, expected tuple[toy.Hook, ...];"
-            " add the line `toy.Config.hooks = ...` to a config file, or give --set"
+            " add the line `toy.Config.hooks = ...` to a config file, or pass --set"
             " hooks=...",
         ),
         (
@@ -117,8 +117,8 @@ def test_int_becomes_float_and_list_becomes_tuple(toy):
         ),
         (
             "held/toy.Model.d_model = 8",
-            "mine.gin:9: held/toy.Model.d_model is never used: each toy.Model has a"
-            " value of its own or another scope; set model.d_model, or remove it",
+            "mine.gin:9: held/toy.Model.d_model is never used: each toy.Model has its"
+            " own value or another scope; set model.d_model, or remove the binding",
         ),
         (
             "toy.Mesh.data = 2",
@@ -139,13 +139,13 @@ def test_message_of_a_binding(toy, line, message):
 def test_required_field_of_the_root(toy):
     assert error(toy, [], []) == (
         "toy.Config.model has no value, expected toy.Model; add the line"
-        " `toy.Config.model = ...` to a config file, or give --set model=..."
+        " `toy.Config.model = ...` to a config file, or pass --set model=..."
     )
 
 
-def test_a_part_of_itself(toy):
+def test_an_object_that_contains_itself(toy):
     assert error_in(toy, "toy.AdamW.rate = @toy.AdamW()") == (
-        "mine.gin:9: toy.AdamW is a part of itself; cut the loop"
+        "mine.gin:9: toy.AdamW contains itself; remove the cycle"
     )
 
 
@@ -153,7 +153,7 @@ def test_a_set_that_another_set_replaces_is_an_error(toy):
     sets = ["optimizer.b1=0.5", "optimizer=@toy.Lion()"]
     assert error(toy, ["base.gin"], sets) == (
         "--set optimizer.b1=0.5: toy.AdamW.b1 is never used, because"
-        " toy.Config.optimizer was replaced by --set optimizer=@toy.Lion(); give one of"
+        " --set optimizer=@toy.Lion() replaces toy.Config.optimizer; remove one of"
         " them"
     )
 
@@ -170,14 +170,14 @@ def test_a_wrong_type_that_a_function_made(toy):
     )
 
 
-def test_what_the_parts_of_a_replaced_part_used_goes_with_it(toy):
+def test_bindings_of_a_replaced_object_are_dropped(toy):
     lines = "r = 0.1\ntoy.AdamW.rate = @toy.Constant()\ntoy.Constant.value = %r\n"
     sets = ["optimizer=@toy.Lion()"]
     loaded = load([write(BASE + lines)], sets, root=toy.Config)
-    went = " went with toy.Config.optimizer (--set optimizer=@toy.Lion())"
+    reason = " has no effect; --set optimizer=@toy.Lion() replaces toy.Config.optimizer"
     assert loaded.dropped == (
-        f"mine.gin:8: toy.AdamW.b1{went}",
-        f"mine.gin:9: macro 'r'{went}",
-        f"mine.gin:10: toy.AdamW.rate{went}",
-        f"mine.gin:11: toy.Constant.value{went}",
+        f"mine.gin:8: toy.AdamW.b1{reason}",
+        f"mine.gin:9: macro 'r'{reason}",
+        f"mine.gin:10: toy.AdamW.rate{reason}",
+        f"mine.gin:11: toy.Constant.value{reason}",
     )

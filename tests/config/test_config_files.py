@@ -160,20 +160,20 @@ def test_a_module_loaded_anew_is_used(toy):
         ),
         (
             "import toyz",
-            "mine.gin:9: there is no module 'toyz'; install it, or add its folder to"
+            "mine.gin:9: no module named 'toyz'; install it, or add its folder to"
             " PYTHONPATH",
         ),
         (
             "toy.Model.num_layers 4",
             "mine.gin:9: syntax error at `toy.Model.num_layers 4`: Couldn't parse"
             " statement, expected ':' or '='; expected `module.Class.parameter ="
-            " value`, where a string has quotes",
+            " value`, with quotes around strings",
         ),
         (
             "toy.Config.name = run",
             "mine.gin:9: syntax error at `toy.Config.name = run`: Failed to parse token"
-            " 'run'; expected `module.Class.parameter = value`, where a string has"
-            " quotes",
+            " 'run'; expected `module.Class.parameter = value`, with quotes around"
+            " strings",
         ),
         (
             'include "basse.gin"',
@@ -200,8 +200,8 @@ def test_a_class_that_changes_its_arguments(toy):
     text = BASE.replace("toy.AdamW.b1 = 0.8\n", "\n")
     message = error(toy, [write(text + "toy.Config.optimizer = @toy.Grows()")])
     assert message == (
-        "gin reads toy.Config back with other values: optimizer.size  2 -> 3; make the"
-        " __post_init__ of that class give the same for what it has made"
+        "gin reads toy.Config back with different values: optimizer.size  2 -> 3; make"
+        " the __post_init__ of that class idempotent"
     )
 
 
@@ -241,11 +241,11 @@ def test_override_of_an_inexpressible_value_says_so_in_the_text(toy):
             "--flag: toy.Model: num_heads 3 does not divide d_model"
             " 64; give another num_heads",
         ),
-        ("batch_size.x", 1, "--flag: int 8 has no part 'x'; name a field"),
+        ("batch_size.x", 1, "--flag: int 8 has no field 'x'; name a field"),
         (
             "name",
             "x",
-            "--flag and --set name='y' both give name; leave one of them out",
+            "--flag and --set name='y' both set name; remove one of them",
         ),
     ],
 )

@@ -54,8 +54,8 @@ def test_is_callable(modules):
         ("toy.Modle", "toy has no class 'Modle'; did you mean 'Model'?"),
         ("tyo.Model", "'tyo' is not an imported module; did you mean 'toy'?"),
         ("Model", "'Model' is not an imported module; did you mean 'toy.Model'?"),
-        ("toy", "toy is a module, expected a class; write toy.CLASS"),
-        ("toy.size", "toy.size is a int, expected a class; write toy.size.CLASS"),
+        ("toy", "toy has type module, expected a class; write toy.CLASS"),
+        ("toy.size", "toy.size has type int, expected a class; write toy.size.CLASS"),
     ],
 )
 def test_message_of_a_name(modules, selector, expected):
@@ -67,16 +67,16 @@ def test_message_of_a_name(modules, selector, expected):
     [
         (
             "toyz",
-            "there is no module 'toyz'; install it, or add its folder to PYTHONPATH",
+            "no module named 'toyz'; install it, or add its folder to PYTHONPATH",
         ),
         (
             "meshloom.trainer.config.file",
-            "there is no module 'meshloom.trainer.config.file'; did you mean 'files'?",
+            "no module named 'meshloom.trainer.config.file'; did you mean 'files'?",
         ),
         (
             "types.ModuleType",
-            "there is no module 'types.ModuleType'; import the module types and write"
-            " its name before ModuleType",
+            "no module named 'types.ModuleType'; import the module types and write"
+            " its name in front of ModuleType",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Mistakes in flags and config files are found before anything heavy is imported."""
+"""Tests that errors in flags and config files are found before heavy imports."""
 
 import subprocess
 import sys
@@ -19,11 +19,11 @@ print(status, *heavy)
 
 
 def run(*argv) -> tuple[str, str]:
-    """(status and the heavy packages that were imported, stderr) of a command."""
-    found = subprocess.run(
+    """Returns (status and imported heavy packages, stderr) of a command."""
+    result = subprocess.run(
         [sys.executable, "-c", RUN, *argv], capture_output=True, text=True, timeout=100
     )
-    return found.stdout.strip(), found.stderr
+    return result.stdout.strip(), result.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])

@@ -1,4 +1,4 @@
-"""What a dry run checks of the data: all that a run would refuse."""
+"""Tests that a dry run rejects all data that a run would reject."""
 
 import jax
 import npz_rows
@@ -13,18 +13,18 @@ def prepared(path, **changes):
     return prepare(config, jax.devices()[:4])
 
 
-def test_sound_rows_are_taken(tmp_path):
+def test_valid_rows_are_accepted(tmp_path):
     assert prepared(tmp_path).batch["x"].shape == (16, npz_rows.NUM_FEATURES)
 
 
-def test_numbers_that_jax_would_change_are_refused_before_a_run(tmp_path):
-    words = r"array 'x' is float64, which jax would turn into float32.*astype"
-    with pytest.raises(ValueError, match=words):
+def test_a_dtype_that_jax_would_convert_is_an_error_before_a_run(tmp_path):
+    message = r"array 'x' is float64, which jax would convert to float32.*astype"
+    with pytest.raises(ValueError, match=message):
         prepared(tmp_path, dtype=np.float64)
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "change, message",
     {
         "type": (
             {"eval_label": np.zeros(40, np.int16)},
@@ -36,6 +36,6 @@ def test_numbers_that_jax_would_change_are_refused_before_a_run(tmp_path):
         ),
     }.values(),
 )
-def test_splits_that_differ_are_refused_before_a_run(tmp_path, change, words):
-    with pytest.raises(ValueError, match=words):
+def test_splits_that_differ_are_an_error_before_a_run(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
         prepared(tmp_path, **change)

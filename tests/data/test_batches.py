@@ -1,4 +1,4 @@
-"""The order of examples, batches, and batches on the devices."""
+"""Tests of the order of examples, of batches, and of batches on the devices."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from meshloom.trainer.data.batches import Batches, device_batches, needed_rows
 
 
 class Numbers:
-    """Example i holds i in every place; remembers which examples were read."""
+    """Example i contains 100 * i + column; records which examples were read."""
 
     unit = "tokens"
     units_per_example = 8
@@ -65,7 +65,7 @@ def collect(dataset, order, shardings, *, start=0, stop=4, batch_size=8, prefetc
 
 
 def reading_threads(wait=5.0):
-    """Returns the threads of Grain; one that had nothing to read may need a moment."""
+    """Returns Grain's threads; waits for those that are about to end."""
     deadline = time.monotonic() + wait
     while True:
         found = [t for t in threading.enumerate() if "grain" in t.name]
@@ -90,22 +90,22 @@ def test_order_depends_on_seed_and_epoch():
     for i, part in enumerate(parts):
         assert (part != np.arange(1000)).mean() > 0.98
         for other in parts[:i]:
-            # Two random permutations of 1000 agree in one place on average.
+            # Two random permutations of 1000 agree at one position on average.
             assert (part == other).sum() < 20
 
 
 def test_order_is_uniform():
-    """Over 20,000 epochs each example is at each place equally often."""
+    """Over 20,000 epochs each example is at each position equally often."""
     size, epochs = 6, 20_000
     indices = data.Order(size, seed=0).index(np.arange(size * epochs))[1]
-    places = indices.reshape(epochs, size)
-    counts = np.stack([(places == i).sum(axis=0) for i in range(size)])
-    # Binomial: standard deviation 53 about 3333; 36 counts, so 5 deviations.
+    orders = indices.reshape(epochs, size)
+    counts = np.stack([(orders == i).sum(axis=0) for i in range(size)])
+    # Binomial: standard deviation 53 around 3333; 36 counts, so 5 deviations.
     np.testing.assert_allclose(counts, epochs / size, atol=5 * 53)
 
 
 def test_order_never_changes():
-    """The order of old runs: if this fails, they cannot be continued."""
+    """The order of existing runs: if this fails, they cannot be resumed."""
     epochs, indices = data.Order(10, seed=7).index(np.arange(20))
     assert epochs.tolist() == [0] * 10 + [1] * 10
     assert indices.tolist() == [
@@ -143,17 +143,17 @@ def test_order_without_shuffle_and_of_one_number():
     assert alone == list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
 
-def test_order_refuses_nonsense():
-    with pytest.raises(ValueError, match="at least one example"):
+def test_order_rejects_invalid_arguments():
+    with pytest.raises(ValueError, match="num_examples is 0; it must be >= 1"):
         data.Order(0)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="example number is -1; it must be >= 0"):
         data.Order(5).index(-1)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_batches_are_the_same_for_any_number_of_processes(num_processes):
     order = data.Order(50, seed=1)
-    whole = Batches(Numbers(), order, 8)
+    one_process = Batches(Numbers(), order, 8)
     per_process = 8 // num_processes
     for step in (0, 1, 6, 1000):
         parts = []
@@ -164,7 +164,7 @@ def test_batches_are_the_same_for_any_number_of_processes(num_processes):
             parts.append(mine[step])
             assert dataset.reads == mine.sample_ids(step).tolist()
             assert len(dataset.reads) == per_process
-        for name, array in whole[step].items():
+        for name, array in one_process[step].items():
             together = np.concatenate([part[name] for part in parts])
             np.testing.assert_array_equal(array, together)
 
@@ -175,29 +175,29 @@ def test_batches_cover_an_epoch_once():
     assert sorted(labels.tolist()) == list(range(48))
 
 
-def test_batches_refuse_nonsense():
+def test_batches_reject_invalid_arguments():
     order = data.Order(50)
     with pytest.raises(ValueError, match="batch_size is 0"):
         Batches(Numbers(), order, 0)
-    with pytest.raises(ValueError, match="order is of 50 examples.*has 49"):
+    with pytest.raises(ValueError, match="order has 50 examples.*has 49"):
         Batches(Numbers(49), order, 8)
-    with pytest.raises(ValueError, match="expected numbers of 0 to 7"):
+    with pytest.raises(ValueError, match=r"each in 0\.\.7"):
         Batches(Numbers(), order, 8, [8])
 
 
 LAYOUTS = {
     "data=8": ((8,), P("data"), P("data")),
     "data=2,tensor=4": ((2, 4), P("data"), P("data")),
-    "columns cut": ((2, 4), P("data", "tensor"), P("data")),
-    "rows cut by both": ((2, 4), P(("data", "tensor")), P(("data", "tensor"))),
-    "columns alone": ((2, 4), P(None, "tensor"), P()),
+    "columns sharded": ((2, 4), P("data", "tensor"), P("data")),
+    "rows sharded over both": ((2, 4), P(("data", "tensor")), P(("data", "tensor"))),
+    "only columns sharded": ((2, 4), P(None, "tensor"), P()),
     "replicated": ((2, 4), P(), P()),
 }
 
 
 @pytest.fixture
 def no_implicit_transfers():
-    # For all threads; the context manager would guard this one only.
+    # Applies to all threads; the context manager would guard only this one.
     jax.config.update("jax_transfer_guard", "disallow")
     yield
     jax.config.update("jax_transfer_guard", "allow")
@@ -225,7 +225,7 @@ def test_device_batches_equal_host_batches_on_every_mesh(layout, prefetch):
 
 
 def test_needed_rows_of_each_half_of_the_devices():
-    """Two processes of four devices each: who needs which rows of a batch of 16."""
+    """Two processes with four devices each, and a batch of 16 rows."""
     mesh = make_mesh(2, 4)
     halves = mesh.devices[0].tolist(), mesh.devices[1].tolist()
 
@@ -311,24 +311,27 @@ def test_reading_is_ahead_of_the_consumer():
         deadline = time.monotonic() + 10
         while len(dataset.reads) < 16 and time.monotonic() < deadline:
             time.sleep(0.01)
-        # Two batches are ready before the first is asked for, and no more.
+        # Exactly two batches are ready before the first is requested.
         time.sleep(0.05)
         assert len(dataset.reads) == 16
         next(batches)
 
 
-def test_device_batches_refuse_nonsense():
+def test_device_batches_reject_invalid_arguments():
     mesh = make_mesh(2, 4)
     rows = NamedSharding(mesh, P("data"))
     order = data.Order(50)
-    with pytest.raises(ValueError, match=r"batch_size 6 cannot be cut 8 ways.*of 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"batch_size 6 cannot be sharded 8 ways.*multiple of 8, for instance 8",
+    ):
         both = NamedSharding(mesh, P(("data", "tensor")))
         collect(Numbers(), order, both, batch_size=6)
     with pytest.raises(ValueError, match="inputs, label.*shardings for inputs"):
         collect(Numbers(), order, {"inputs": rows})
     with pytest.raises(ValueError, match="'label' has shape.*names 2 dimensions"):
         collect(Numbers(), order, NamedSharding(mesh, P("data", "tensor")))
-    with pytest.raises(ValueError, match="'inputs' is float64.*into float32"):
+    with pytest.raises(ValueError, match="'inputs' is float64.*convert to float32"):
         collect(Numbers(dtype=np.float64), order, rows)
     with pytest.raises(ValueError, match="start <= stop"):
         collect(Numbers(), order, rows, start=2, stop=1)
@@ -337,12 +340,12 @@ def test_device_batches_refuse_nonsense():
     assert not reading_threads()
 
 
-def test_a_dimension_that_cannot_be_cut_is_named():
+def test_a_dimension_that_cannot_be_sharded_is_named():
     columns = NamedSharding(
         make_mesh(2, 3, devices=jax.devices()[:6]), P(None, "tensor")
     )
     shardings = {"inputs": columns, "label": NamedSharding(columns.mesh, P())}
     with pytest.raises(
-        ValueError, match=r"'inputs': dimension 1 of size 8 cannot be cut 3 ways.*9"
+        ValueError, match=r"'inputs': dimension 1 of size 8 cannot be sharded 3 ways.*9"
     ):
         collect(Numbers(), data.Order(50), shardings)

@@ -1,4 +1,4 @@
-"""Building a corpus, being killed while at it, and reading it back."""
+"""Tests of building a corpus, resuming a killed build, and reading it back."""
 
 import fcntl
 import json
@@ -91,14 +91,14 @@ def test_the_manifest_counts_and_the_digest_ignores_shards(folder, tmp_path):
     assert sum(shard["documents"] for shard in manifest["shards"]) == 30
     assert json.loads((tmp_path / "small/manifest.json").read_text()) == manifest
 
-    whole = corpus.build(folder, tmp_path / "whole")
-    assert len(whole["shards"]) == 1
-    assert whole["digest"] == manifest["digest"]
+    one_shard = corpus.build(folder, tmp_path / "one_shard")
+    assert len(one_shard["shards"]) == 1
+    assert one_shard["digest"] == manifest["digest"]
 
     with open(f"{folder}/part0/00.txt", "r+b") as file:
         file.write(b"!")
     changed = corpus.build(folder, tmp_path / "changed")
-    assert changed["digest"] != whole["digest"]
+    assert changed["digest"] != one_shard["digest"]
 
 
 BUILD = """
@@ -112,7 +112,7 @@ corpus.build(sys.argv[1], sys.argv[2], shard_size=int(sys.argv[3]), progress=slo
 """
 
 
-def test_a_killed_build_continues_to_the_same_bytes(folder, tmp_path):
+def test_a_killed_build_resumes_to_the_same_bytes(folder, tmp_path):
     output = tmp_path / "killed"
     command = [sys.executable, "-c", BUILD, folder, str(output), str(SHARD_SIZE)]
     process = subprocess.Popen(command)
@@ -138,8 +138,8 @@ def test_a_killed_build_continues_to_the_same_bytes(folder, tmp_path):
         assert (output / name).stat().st_mtime_ns == changed
     assert seen[0].documents > 0 and seen[-1].bytes == seen[-1].num_bytes
 
-    corpus.build(folder, tmp_path / "whole", shard_size=SHARD_SIZE)
-    assert contents(output) == contents(tmp_path / "whole")
+    corpus.build(folder, tmp_path / "uninterrupted", shard_size=SHARD_SIZE)
+    assert contents(output) == contents(tmp_path / "uninterrupted")
 
 
 def test_a_complete_build_is_left_alone(folder, tmp_path):
@@ -150,7 +150,7 @@ def test_a_complete_build_is_left_alone(folder, tmp_path):
     assert after == before
 
 
-def test_another_build_in_the_folder_is_refused(folder, tmp_path):
+def test_a_different_build_in_the_folder_is_an_error(folder, tmp_path):
     output = tmp_path / "built"
     corpus.build(folder, output, shard_size=SHARD_SIZE)
     before = contents(output)
@@ -170,14 +170,14 @@ def test_another_build_in_the_folder_is_refused(folder, tmp_path):
 def test_a_folder_of_other_things_is_left_alone(folder, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/notes.tmp").write_text("precious")
-    with pytest.raises(ValueError, match="home' is not empty and holds no build"):
+    with pytest.raises(ValueError, match="home' is not empty and contains no build"):
         corpus.build(folder, tmp_path / "home")
     assert contents(tmp_path / "home") == {"notes.tmp": b"precious"}
     with pytest.raises(ValueError, match=r"cannot write to the folder .*notes.tmp"):
         corpus.build(folder, tmp_path / "home/notes.tmp")
 
 
-def test_two_builds_in_one_folder_are_refused(folder, tmp_path):
+def test_two_builds_in_one_folder_are_an_error(folder, tmp_path):
     handle = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -187,7 +187,7 @@ def test_two_builds_in_one_folder_are_refused(folder, tmp_path):
         os.close(handle)
 
 
-def test_an_output_inside_the_input_is_no_input(folder):
+def test_an_output_inside_the_input_is_not_input(folder):
     output = os.path.join(folder, "built")
     first = corpus.build(folder, output)
     assert corpus.build(folder, output) == first
@@ -208,16 +208,16 @@ def test_damaged_and_missing_corpora_are_named(folder, tmp_path):
     with pytest.raises(ValueError, match="no folder '.*built'.*meshloom data build"):
         open_built()
     (tmp_path / "built").mkdir()
-    with pytest.raises(ValueError, match="holds no manifest.json"):
+    with pytest.raises(ValueError, match="contains no manifest.json"):
         open_built()
     corpus.build(folder, tmp_path / "built")
     index = tmp_path / "built/shard-00000.npy"
     index.write_bytes(index.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match="shard-00000.npy' is not the file"):
+    with pytest.raises(ValueError, match="shard-00000.npy' is missing or was changed"):
         open_built()
     data = tmp_path / "built/shard-00000.arrayrecord"
     data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"has \d+ bytes, the manifest says \d+"):
+    with pytest.raises(ValueError, match=r"has \d+ bytes, but the manifest says \d+"):
         open_built()
 
 
@@ -234,9 +234,9 @@ def test_a_corpus_of_another_tokenizer(tmp_path):
     settings = dict(tokenizer=tmp_path / "words.json")
     output = tmp_path / "built"
     manifest = corpus.build(str(tmp_path / "text"), output, end_token="<b>", **settings)
-    # Numbers above 65535 need four bytes.
+    # Token ids above 65535 need four bytes.
     assert (manifest["tokens"], manifest["dtype"]) == (5, "uint32")
-    # The corpus is complete by itself.
+    # The corpus has its own copy of the tokenizer.
     (tmp_path / "words.json").rename(tmp_path / "moved.json")
     source = ArrayRecords(path=str(output), length=6, holdout=0.0)
     dataset = source.open("train")
@@ -251,7 +251,7 @@ def test_a_corpus_of_another_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="tokenizer is .* there and .*'bytes'"):
         corpus.build(str(tmp_path / "text"), output)
     (tmp_path / "text/c").write_bytes(b"low \xff")
-    with pytest.raises(ValueError, match="text/c' is no UTF-8 text .byte 4"):
+    with pytest.raises(ValueError, match="text/c' is not UTF-8 text .byte 4"):
         corpus.build(
             str(tmp_path / "text"),
             tmp_path / "other",
@@ -262,7 +262,7 @@ def test_a_corpus_of_another_tokenizer(tmp_path):
 def test_progress_is_plain_lines_without_a_terminal(
     folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(corpus, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(corpus, "_PRINT_SECONDS", 0.0)
     corpus.build_with_progress(folder, tmp_path / "built", shard_size=SHARD_SIZE)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("100%: 30 of 30 documents")

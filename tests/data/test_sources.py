@@ -1,4 +1,4 @@
-"""Sources, the documents they find, packing, and tokenizers."""
+"""Tests of sources, documents, packing and tokenizers."""
 
 import builtins
 import dataclasses
@@ -89,14 +89,14 @@ def test_the_standard_library_is_source_without_tests():
 def test_missing_and_empty_inputs_are_named(tmp_path):
     root = write(tmp_path, {"a.txt": b"text", "empty.log": b""})
     with pytest.raises(
-        ValueError, match=r"Text\(path='.*nowhere'\): no file or folder"
+        ValueError, match=r"Text\(path='.*nowhere'\): no file or folder.*relative to"
     ):
         Text(path=f"{root}/nowhere", length=4).open("train")
     with pytest.raises(ValueError, match="no file or folder '.*nowhere'"):
         Text(path=f"{root}/nowhere/*.txt", length=4).open("train")
     with pytest.raises(ValueError, match=r"no file matches '\*\.rst' in the folder"):
         Text(path=root, pattern="*.rst", length=4).open("train")
-    with pytest.raises(ValueError, match="no file but 1 empty files matches"):
+    with pytest.raises(ValueError, match="no file except 1 empty files matches"):
         Text(path=root, pattern="*.log", length=4).open("train")
     with pytest.raises(ValueError, match="needs a folder"):
         Text(path=f"{root}/*.txt", pattern="*.txt", length=4).open("train")
@@ -127,12 +127,12 @@ def test_examples_are_windows_of_the_stream(folder, length):
         dataset[len(dataset)]
 
 
-def test_documents_can_be_kept_apart(tmp_path):
+def test_packed_documents_can_be_separated(tmp_path):
     root = write(tmp_path, {"a": b"ab", "b": b"c", "c": b"defghij"})
     source = Text(path=root, length=6, holdout=0.0, separate_documents=True)
     first, second = source.open("train")
     assert first["inputs"].tolist() == [97, 98, 256, 99, 256, 100]
-    # An end token opens the document after it.
+    # An end token starts the next document.
     assert first["segments"].tolist() == [1, 1, 2, 2, 3, 3]
     assert first["positions"].tolist() == [0, 1, 0, 1, 0, 1]
     assert second["inputs"].tolist() == [101, 102, 103, 104, 105, 106]
@@ -186,7 +186,7 @@ def test_the_split_rule_never_changes():
 def test_too_little_data_is_named(folder, tmp_path):
     small = write(tmp_path / "small", {"a.txt": b"0123456789"})
     with pytest.raises(
-        ValueError, match="holds 11 tokens.*length 11 takes 12.*length is 10"
+        ValueError, match="has 11 tokens.*length 11 needs 12.*at most 10"
     ):
         Text(path=small, length=11, holdout=0.0).open("train")
     assert len(Text(path=small, length=10, holdout=0.0).open("train")) == 1
@@ -200,7 +200,7 @@ def test_a_file_that_shrinks_is_an_error(tmp_path):
     root = write(tmp_path, {"a.txt": b"0123456789"})
     dataset = Text(path=root, length=5, holdout=0.0).open("train")
     (tmp_path / "a.txt").write_bytes(b"0123")
-    with pytest.raises(ValueError, match=r"a.txt' was changed .* \(4 bytes, 10 when"):
+    with pytest.raises(ValueError, match=r"a.txt' changed .* \(4 bytes, 10 when"):
         dataset[0]
 
 
@@ -210,19 +210,19 @@ def test_a_file_that_changes_and_keeps_its_size_is_an_error(tmp_path):
     dataset = Text(path=root, length=5, holdout=0.0).open("train")
     assert dataset[0]["inputs"].tolist() == list(b"01234")
     (tmp_path / "a.txt").write_bytes(b"9876543210")
-    with pytest.raises(ValueError, match="a.txt' was changed while it was in use"):
+    with pytest.raises(ValueError, match="a.txt' changed while it was in use"):
         dataset[0]
 
 
 def test_bits_per_byte(tmp_path):
     root = write(tmp_path, {"a": b"abc", "b": b"d"})
     dataset = Text(path=root, length=2, holdout=0.0).open("train")
-    # 6 tokens (two of them ends) for 4 bytes, at one bit a token.
+    # 6 tokens (two of them end tokens) for 4 bytes, at one bit per token.
     units = dataset.loss_units(math.log(2))
     assert units == pytest.approx({"bits_per_byte": 1.5}, rel=1e-12)
 
 
-def test_bad_settings_are_refused_at_construction():
+def test_bad_settings_raise_at_construction():
     for build, message in [
         (lambda: Text(path="", length=4), "Text: path is empty"),
         (lambda: Text(path="x", length=0), "Text: length is 0"),
@@ -243,7 +243,7 @@ def test_synthetic_is_reproducible_and_learnable():
     source = Synthetic(vocab_size=11, length=200, num_examples=30, branches=3, seed=4)
     train, again = source.open("train"), source.open("train")
     held_out = source.open("eval")
-    followers = {}
+    successors = {}
     for dataset in (train, held_out):
         for i in range(20):
             example = dataset[i]
@@ -252,11 +252,11 @@ def test_synthetic_is_reproducible_and_learnable():
                 example["inputs"][1:], example["targets"][:-1]
             )
             pairs = zip(example["inputs"], example["targets"], strict=True)
-            for token, follower in pairs:
-                followers.setdefault(int(token), set()).add(int(follower))
-    # The same graph in both splits, each token with exactly `branches` followers.
-    assert {len(following) for following in followers.values()} == {3}
-    assert len(followers) == 11
+            for token, successor in pairs:
+                successors.setdefault(int(token), set()).add(int(successor))
+    # Both splits use the same graph; each token has exactly `branches` successors.
+    assert {len(following) for following in successors.values()} == {3}
+    assert len(successors) == 11
     np.testing.assert_array_equal(train[7]["inputs"], again[7]["inputs"])
     assert (train[7]["inputs"] != held_out[7]["inputs"]).any()
     assert (train[7]["inputs"] != train[8]["inputs"]).any()
@@ -283,12 +283,12 @@ def test_a_tokenizers_file(tokenizer_file):
     tokenizer = HuggingFaceTokenizer(tokenizer_file)
     assert (tokenizer.vocab_size, tokenizer.end) == (5, 4)
     ids = tokenizer.encode(b"low high low new")
-    # The file asks for truncation to 2 tokens, which must not cut documents.
+    # The file asks for truncation to 2 tokens, which must not affect documents.
     assert ids.tolist() == [1, 2, 1, 0]
     assert tokenizer.decode([1, 2, 4]) == "low high"
     chosen = HuggingFaceTokenizer(tokenizer_file, end_token="</s>")
     assert chosen.end == 3
-    with pytest.raises(ValueError, match="none of <stop>"):
+    with pytest.raises(ValueError, match="none of <stop> is among its 5 tokens"):
         HuggingFaceTokenizer(tokenizer_file, end_token="<stop>")
 
 

@@ -1,4 +1,4 @@
-"""Train, evaluation and test data: shares of a corpus, named files, parts of a file."""
+"""Tests of splits: by fraction of the documents, by path, and within one file."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ SPLITS = ("train", "eval", "test")
 
 
 def content(dataset) -> bytes:
-    """The bytes of all whole examples, in order."""
+    """Returns the bytes of all complete examples, in order."""
     rows = [dataset[i] for i in range(len(dataset))]
     found = np.concatenate([row["inputs"] for row in rows] + [rows[-1]["targets"][-1:]])
     return bytes(found[found < 256].tolist())
@@ -17,7 +17,7 @@ def content(dataset) -> bytes:
 
 @pytest.fixture
 def book(tmp_path) -> bytes:
-    """One file of 1000 bytes, and two more: train.txt, val.txt and test.txt."""
+    """Returns the text of book/book.txt, 1000 bytes; also writes three/*.txt."""
     text = bytes(np.random.default_rng(0).integers(97, 123, 1000).tolist())
     (tmp_path / "book").mkdir()
     (tmp_path / "book" / "book.txt").write_bytes(text)
@@ -36,13 +36,13 @@ def test_the_end_of_a_single_file_is_held_out(book, tmp_path):
 
 
 def test_three_parts_of_a_single_file(book, tmp_path):
-    shares = {"holdout": 0.2, "test_holdout": 0.1}
-    source = Text(path=str(tmp_path / "book"), length=1, **shares)
+    fractions = {"holdout": 0.2, "test_holdout": 0.1}
+    source = Text(path=str(tmp_path / "book"), length=1, **fractions)
     parts = [content(source.open(split)) for split in SPLITS]
     assert [len(part) for part in parts] == [700, 200, 100]
     assert b"".join(parts) == book
     corpus.build(str(tmp_path / "book"), tmp_path / "built")
-    built = ArrayRecords(path=str(tmp_path / "built"), length=1, **shares)
+    built = ArrayRecords(path=str(tmp_path / "built"), length=1, **fractions)
     assert [content(built.open(split)) for split in SPLITS] == parts
     ratio = [built.open(split).loss_units(1.0) for split in SPLITS]
     assert ratio == [source.open(split).loss_units(1.0) for split in SPLITS]
@@ -50,7 +50,7 @@ def test_three_parts_of_a_single_file(book, tmp_path):
 
 @pytest.mark.parametrize("path", ["three", "three/train.txt"])
 def test_files_by_name(book, tmp_path, path):
-    """Also where the folder to train on holds the files that are held out."""
+    """Also if the folder to train on contains the held-out files."""
     source = Text(
         path=str(tmp_path / path),
         length=10,
@@ -65,7 +65,7 @@ def test_files_by_name(book, tmp_path, path):
     assert list(source.open("eval").files()) == ["val.txt"]
 
 
-def test_the_test_share_of_many_documents(tmp_path):
+def test_the_test_split_of_many_documents(tmp_path):
     for number in range(60):
         (tmp_path / f"{number}.txt").write_text(f"document {number}\n" * 3)
     two = Text(path=str(tmp_path), length=4, holdout=0.2)
@@ -73,7 +73,7 @@ def test_the_test_share_of_many_documents(tmp_path):
     found = {split: set(three.open(split).files()) for split in SPLITS}
     assert sum(map(len, found.values())) == 60 and min(map(len, found.values())) > 3
     assert not found["eval"] & found["test"] and not found["train"] & found["test"]
-    # To ask for a test split leaves the evaluation as it is.
+    # Adding a test split does not change the eval split.
     assert set(two.open("eval").files()) == found["eval"]
     assert set(two.open("train").files()) == found["train"] | found["test"]
 
@@ -86,16 +86,18 @@ def test_a_built_corpus_for_evaluation(book, tmp_path):
     )
     assert set(content(built.open("train"))) == set(b"a")
     assert set(content(built.open("eval"))) == set(b"b")
-    assert built.open("train").num_tokens == 101  # nothing of it is held out
+    assert built.open("train").num_tokens == 101  # none of it is held out
 
 
-def test_what_cannot_be_is_refused(book, tmp_path):
+def test_contradictory_settings_are_errors(book, tmp_path):
     three, val = str(tmp_path / "three"), str(tmp_path / "three" / "val.txt")
     with pytest.raises(ValueError, match="holdout=0.1 has no effect with eval_path"):
         Text(path=three, length=4, eval_path=val, holdout=0.1)
     with pytest.raises(ValueError, match="leave nothing to train on"):
         Text(path=three, length=4, holdout=0.5, test_holdout=0.5)
-    with pytest.raises(ValueError, match=r"test_holdout=0.0 of 3.*as test_path"):
+    with pytest.raises(
+        ValueError, match=r"test_holdout=0.0 of 3 documents selects none. Set test_path"
+    ):
         Text(path=three, length=4).open("test")
     with pytest.raises(ValueError, match=r"Text\(eval_path='.*vol.txt'\): no file or"):
         Text(path=three, length=4, eval_path=f"{three}/vol.txt").open("train")

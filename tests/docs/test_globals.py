@@ -27,7 +27,7 @@ ALLOWED = {
     # Where the rows of a global array lie is a fact about jax's devices.
     "sharding/placing.py": {"jax.process_count"},
     # The compilation cache, off while a program is compiled that must not come from it.
-    "trainer/program/compiled_anew.py": {"jax.config.update"},
+    "trainer/program/uncached.py": {"jax.config.update"},
 }
 
 

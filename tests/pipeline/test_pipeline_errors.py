@@ -41,14 +41,13 @@ FLAGS = {
     ),
     "chunks for 1f1b": (
         [*MESH, *LAYERS, *sets_of(ONE, "pipeline.num_chunks=2")],
-        "num_chunks 2: schedule 1f1b has one chunk of layers a stage. Leave num_chunks "
-        "unset, or take schedule interleaved. (.*num_chunks from --set "
+        "num_chunks 2: schedule 1f1b has one chunk of layers per stage. Leave "
+        "num_chunks unset, or use schedule interleaved. (.*num_chunks from --set "
         "pipeline.num_chunks=2)",
     ),
     "no chunks": (
         [*MESH, *LAYERS, *sets_of(INTERLEAVED, "pipeline.num_chunks=0")],
-        "num_chunks must be at least 1, got 0 (num_chunks from --set "
-        "pipeline.num_chunks=0)",
+        "num_chunks must be >= 1, got 0 (num_chunks from --set pipeline.num_chunks=0)",
     ),
     "chunks no number": (
         [*MESH, *LAYERS, *sets_of('pipeline.num_chunks="2"')],
@@ -70,12 +69,12 @@ FLAGS = {
     ),
     "microbatches that do not divide the batch": (
         [*MESH, *LAYERS, *sets_of("num_microbatches=3")],
-        "batch_size 16 is not divided by num_microbatches 3; 18 would be",
+        "batch_size 16 is not divisible by num_microbatches 3; 18 would be",
     ),
     "microbatches smaller than the mesh": (
         [*MESH, *LAYERS, *sets_of("num_microbatches=16")],
-        "num_microbatches 16 does not divide the 8 examples that a device has of "
-        "batch_size 16. Take 8, or another batch_size.",
+        "num_microbatches 16 does not divide the 8 examples per device of batch_size "
+        "16. Set it to 8, or change batch_size.",
     ),
     "no microbatches": (
         [*MESH, *LAYERS, *sets_of("num_microbatches=0")],
@@ -142,7 +141,7 @@ def test_a_model_that_is_no_stack(tmp_path, capfd):
     config.write_text(NO_STACK)
     argv = ["train", "--config", str(config), "--workdir", str(tmp_path / "run"), *MESH]
     assert refused(capfd, argv) == (
-        "mesh axis pipe=4: Classifier is no stack of equal blocks (it has no method "
-        "`stack`), so it cannot be cut into stages. Set pipe=1."
+        "mesh axis pipe=4: Classifier is not a stack of equal blocks (it has no method "
+        "`stack`), so it cannot be split into stages. Set pipe=1."
     )
     assert not (tmp_path / "run").exists()

@@ -104,14 +104,14 @@ def test_the_record_in_the_run_folder_redraws_the_schedule(schedule):
         (
             {"schedule": "interleaved"},
             "Pipeline: interleaved, stages 4 of 2 chunks, microbatches 8 (derived), "
-            "examples in each 2; bubble 15.8 % of the step (simulated), saved inputs a "
-            "stage 11",
+            "examples in each 2; bubble 15.8 % of the step (simulated), saved inputs "
+            "per stage 11",
         ),
         (
             {"num_microbatches": 8},
             "Pipeline: 1f1b, stages 4, microbatches 8, examples in each 2; bubble 27.3 "
-            "% of the step (simulated), saved inputs a stage 7. It would be smaller "
-            "with batch_size=32 and num_microbatches=16 (15.8 %) or "
+            "% of the step (simulated), saved inputs per stage 7. It would be "
+            "smaller with batch_size=32 and num_microbatches=16 (15.8 %) or "
             'pipeline.schedule="interleaved" (15.8 %).',
         ),
     ],
@@ -195,20 +195,20 @@ REFUSED = {
     ),
     "no stack": (
         lambda: plan(MESH, model=DIGITS.model),
-        "pipe=4: Classifier is no stack of equal blocks .* Set pipe=1",
+        "pipe=4: Classifier is not a stack of equal blocks .* Set pipe=1",
     ),
     "microbatches between two divisors": (
         lambda: plan("pipe=2", batch_size=24, num_microbatches=5),
-        "batch_size 24 is not divided by num_microbatches 5; 25 would be",
+        "batch_size 24 is not divisible by num_microbatches 5; 25 would be",
     ),
     "microbatches that a device cannot take part in": (
         lambda: plan("pipe=2,data=2", batch_size=24, num_microbatches=8),
-        "num_microbatches 8 does not divide the 12 examples that a device has of "
-        "batch_size 24. Take 6 or 12, or another batch_size",
+        "num_microbatches 8 does not divide the 12 examples per device of batch_size "
+        "24. Set it to 6 or 12, or change batch_size",
     ),
     "more microbatches than examples of a device": (
         lambda: plan(MESH, num_microbatches=16),
-        "num_microbatches 16 does not divide the 8 examples .* Take 8, or another",
+        "num_microbatches 16 does not divide the 8 examples .* Set it to 8, or change",
     ),
     "a batch that the mesh does not divide": (
         lambda: plan(MESH, batch_size=15),
@@ -224,11 +224,11 @@ REFUSED = {
     ),
     "no chunk": (
         lambda: Pipelining(schedule="interleaved", num_chunks=0),
-        "num_chunks must be at least 1, got 0",
+        "num_chunks must be >= 1, got 0",
     ),
     "chunks of another schedule": (
         lambda: Pipelining(schedule="gpipe", num_chunks=2),
-        "num_chunks 2: schedule gpipe has one chunk .* or take schedule interleaved",
+        "num_chunks 2: schedule gpipe has one chunk .* or use schedule interleaved",
     ),
 }
 

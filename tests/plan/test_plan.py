@@ -331,7 +331,7 @@ def test_a_config_is_checked_as_a_run_would():
         plan(config(), "v5e:2x4", mesh="fsdp=8", batch=12)
     with pytest.raises(ValueError, match="needs 4 devices, but there are 8"):
         plan(config(), "v5e:2x4", mesh="fsdp=4")
-    with pytest.raises(ValueError, match="64 is not divided by num_microbatches 3"):
+    with pytest.raises(ValueError, match="64 is not divisible by num_microbatches 3"):
         plan(config(num_microbatches=3), "v5e:2x4", mesh="fsdp=8")
     with pytest.raises(ValueError, match="object has no method `costs`"):
         plan(dataclasses.replace(config(), model=object()), "v5e:2x4")

@@ -140,7 +140,7 @@ def test_a_lost_step_is_found(reference, other):
 
     edit(other / ledger.FILE, drop)
     found = drill.compare(other, reference, same_mesh=True)
-    assert "data: audit" in found.problem and "misses one before" in found.problem
+    assert "data: audit" in found.problem and "is missing" in found.problem
 
 
 def test_another_state_is_found(reference, other):

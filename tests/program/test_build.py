@@ -73,7 +73,7 @@ def make(mesh, plan=PLAN, num=1, *, devices=None, optimizer=None, **options):
 
 
 def train(program, num=3):
-    """Losses, and the last state with layers in their own order, on the host."""
+    """Returns losses and the last state, with layers in model order, on the host."""
     state, losses = program.init(jax.random.key(1)), []
     for batch in batches(num):
         batch = jax.device_put(batch, program.batch_shardings)
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_named():
     refused("an array 'labels', which the model does", batch=batch | {"labels": 0})
     refused("no array that the model takes; it takes inputs", batch={})
     short = {name: x[:8] if name == "targets" else x for name, x in batch.items()}
-    refused("differ in their rows: .*'targets': 8", batch=short)
+    refused("different numbers of rows: .*'targets': 8", batch=short)
     mesh = MeshSpec(tensor=2).make(jax.devices()[:2])
     refused("mesh axis tensor=2.*the rules use", mesh=mesh)
     without = {name: x for name, x in batch.items() if name != "weights"}

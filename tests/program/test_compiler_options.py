@@ -1,4 +1,4 @@
-"""Options of the compiler in a config reach it, and wrong ones are named."""
+"""Tests that compiler options of a config are used, and invalid ones rejected."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def test_values_are_those_of_the_words():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--xla_a=true",), "'--xla_a=true' is none; expected xla_NAME=VALUE"),
+        (("--xla_a=true",), "'--xla_a=true' is not an option; expected xla_NAME=VALUE"),
         (("xla_a",), "expected xla_NAME=VALUE"),
         (("xla_a=1", "xla_a=2"), "xla_a is there twice"),
     ],

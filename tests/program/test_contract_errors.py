@@ -1,4 +1,4 @@
-"""A model that breaks the contract is refused in one line that names the contract."""
+"""Tests that a model which breaks the contract is rejected with one line."""
 
 import dataclasses
 from typing import ClassVar
@@ -57,7 +57,7 @@ class LacksAVariable(Noisy):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (LacksALeaf(), "LacksALeaf.axes() lacks 'bias', an array of shape (6,). Give"),
+        (LacksALeaf(), "LacksALeaf.axes() lacks 'bias', an array of shape (6,). Add"),
         (OneLeafTooMany(), "OneLeafTooMany.axes() names 'skip', but there is no such"),
         (TooFewNames(), "TooFewNames.axes() has ('embed',) for 'up', an array of "),
         (ANameForATuple(), "ANameForATuple.axes() has 'classes' for 'bias', an array"),
@@ -97,8 +97,8 @@ class Taken(Linear):
 
 class NoStatistics(Noisy):
     def loss(self, params, batch, shard, *, variables, key, train):
-        given = {"variables": variables, "key": key, "train": train}
-        return super().loss(params, batch, shard, **given)[:3]
+        extras = {"variables": variables, "key": key, "train": train}
+        return super().loss(params, batch, shard, **extras)[:3]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ class Grows(Noisy):
         (Lossless(), "model Lossless has no method loss. A model has init, axes, bat"),
         (
             Grows(),
-            "Grows.update_variables returned float32[1] for 'input/mean', where the "
+            "Grows.update_variables returned float32[1] for 'input/mean', but the "
             "variables have float32[12].",
         ),
     ],
@@ -228,7 +228,7 @@ def test_an_axis_without_a_rule_names_the_setting():
 def test_a_batch_that_does_not_divide_names_the_sizes_that_do():
     assert refused(Noisy(), batch_size=32, num_microbatches=2) == (
         "batch_size 32 in 2 microbatches cannot be sharded 3 ways (fsdp=3). Set "
-        "batch_size to 30 or 36, or other num_microbatches, or change the mesh."
+        "batch_size to 30 or 36, change num_microbatches, or change the mesh."
     )
     assert refused(Noisy(), batch_size=25) == (
         "batch_size 25 cannot be sharded 3 ways (fsdp=3). Set batch_size to 24 or 27, "
@@ -252,7 +252,7 @@ def test_an_activation_that_does_not_divide_names_the_rules():
 
 
 def test_rules_in_a_config_file_come_back_as_they_were(tmp_path):
-    """A tuple is one candidate of two mesh axes, a list are several candidates."""
+    """A tuple is one candidate with two mesh axes; a list is several candidates."""
     text = (
         "rules={'a': ['tensor', None], 'b': ('data', 'fsdp'), 'c': {'param': 'fsdp'}}"
     )
@@ -276,7 +276,7 @@ def test_rules_may_hold_for_one_role_or_replace_those_of_the_plan():
 
 @dataclasses.dataclass(frozen=True)
 class Sketch:
-    """Keeps an array that has the form of no parameter."""
+    """An optimizer whose state has an array shaped like no parameter."""
 
     def make(self, learning_rate, axes):
         def init(params):
@@ -293,11 +293,11 @@ class NamedSketch(Sketch):
     state_axes: ClassVar = {"sketch": ("mlp", "embed")}
 
 
-def test_state_of_an_optimizer_of_ones_own():
+def test_state_of_a_custom_optimizer():
     message = refused(Noisy(), optimizer=Sketch())
     assert message.startswith("optimizer state sketch of shape (48, 48) belongs to no")
     assert message.endswith(
-        "let Sketch have an attribute state_axes = {'sketch': (None, None)}, which "
+        "give Sketch an attribute state_axes = {'sketch': (None, None)}, which "
         "replicates it."
     )
     prepared = prepare(CONFIG, "fsdp=3,tensor=2", optimizer=NamedSketch())

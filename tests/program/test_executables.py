@@ -67,14 +67,14 @@ def mesh():
 
 
 def lower(mesh, factor: float = 2.0):
-    """A sum over a sharded dimension, which takes a collective."""
-    sharded, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
-    function = jax.jit(lambda x: (factor * x).sum(), out_shardings=whole)
+    """Lowers a sum over a sharded dimension, which needs a collective."""
+    sharded, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    function = jax.jit(lambda x: (factor * x).sum(), out_shardings=replicated)
     return function.lower(jax.ShapeDtypeStruct((64,), jnp.float32, sharding=sharded))
 
 
 def lower_unordered(mesh):
-    """Two loops with collectives that do not need each other."""
+    """Lowers two loops with collectives that do not depend on each other."""
 
     def step(carry, _):
         total = jax.lax.psum(carry, "fsdp") / 8
@@ -106,7 +106,7 @@ class Counted:
 
 @pytest.fixture
 def kept(tmp_path, mesh):
-    """Compiles a program as a start does; (how often XLA was asked, result, lines)."""
+    """Compiles a program like a start does; returns (compilations, result, lines)."""
 
     def start(lowered=None, options=None):
         lines: list[str] = []
@@ -133,7 +133,7 @@ def test_the_next_start_loads_what_was_compiled(kept):
 def test_another_program_or_option_is_compiled(kept, mesh, monkeypatch):
     kept()
     assert kept(lower(mesh, factor=3.0))[0] == 1
-    assert kept()[0] == 1  # one program of a name is kept, the newest
+    assert kept()[0] == 1  # only the newest program of a name is stored
     assert kept(options={"xla_backend_optimization_level": 1})[0] == 1
     assert kept()[0] == 1
     monkeypatch.setenv("XLA_FLAGS", "--xla_other=1")  # XLA has read it long ago
@@ -143,17 +143,20 @@ def test_another_program_or_option_is_compiled(kept, mesh, monkeypatch):
 @pytest.mark.parametrize(
     "damage, reason",
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "not what was written"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-9]),
+            "digest does not match",
+        ),
         (lambda file: file.write_bytes(b"\x00\x01"), "cannot be used"),
-        (lambda file: file.chmod(0o666), "others may have written it"),
+        (lambda file: file.chmod(0o666), "other users may have written it"),
     ],
 )
-def test_a_file_that_cannot_be_trusted_is_said_and_replaced(kept, damage, reason):
+def test_an_untrusted_file_is_reported_and_replaced(kept, damage, reason):
     kept()
     damage(kept.file)
     count, result, lines = kept()
     assert (count, result) == (1, 4032.0)
-    assert len(lines) == 1 and reason in lines[0] and "compiled anew" in lines[0]
+    assert len(lines) == 1 and reason in lines[0] and "compiled again" in lines[0]
     assert kept() == (0, 4032.0, LOADED)
 
 
@@ -166,7 +169,7 @@ def test_a_program_without_an_order_is_never_loaded(kept, mesh):
     assert json.loads(kept.file.read_bytes().partition(b"\n")[0])["reason"]
 
 
-def test_digests_may_be_compiled_by_others(mesh, tmp_path):
+def test_digests_may_be_compiled_in_advance(mesh, tmp_path):
     sharding = NamedSharding(mesh, P("fsdp"))
     tree = {"a": jax.device_put(jnp.arange(64.0), sharding), "b": jnp.int32(7)}
     expected = digest.tree_digests(tree)

@@ -1,4 +1,4 @@
-"""Targets by name, and the one table of devices."""
+"""Tests of target names and the table of devices."""
 
 import pytest
 
@@ -37,26 +37,29 @@ def test_a_device_of_ones_own():
     [
         ("v7-8", "target 'v7-8' is unknown. Devices: v4, v5e"),
         ("v5p", "target 'v5p' is unknown"),
-        ("v5p-100", "no usual slice of v5p has 100 TensorCores; there are 8, 16"),
-        ("v5e-12", "no usual slice of v5e has 12 chips; there are 1, 4"),
-        ("v5p:4x4", "'4x4' must be 3 numbers above 0 joined by x"),
+        (
+            "v5p-100",
+            "no standard slice of v5p has 100 TensorCores; expected one of 8, 16",
+        ),
+        ("v5e-12", "no standard slice of v5e has 12 chips; expected one of 1, 4"),
+        ("v5p:4x4", "'4x4' must be 3 numbers > 0 joined by x"),
         ("h100:8", "'8' must be 2 numbers"),
-        ("v5e:0x4", "'0x4' must be 2 numbers above 0"),
+        ("v5e:0x4", "'0x4' must be 2 numbers > 0"),
         (
             "own:1x8,flops=1e14",
-            "it gives flops; a device of one's own needs flops, hbm",
+            "it specifies flops; a custom device needs flops, hbm",
         ),
         (
             "own:1x8,flops=a,hbm=1,hbm_bandwidth=1,link=1,network=1",
-            "could not convert string to float: 'a'; write 4e14",
+            "could not convert string to float: 'a'; write numbers such as 4e14",
         ),
         (
             "own:1x8,flops=0,hbm=1,hbm_bandwidth=1,link=1,network=1",
-            "device 'own': flops is 0.0; expected a number above 0",
+            "device 'own': flops is 0.0; expected a number > 0",
         ),
     ],
 )
-def test_what_is_no_target(name, message):
+def test_invalid_targets(name, message):
     with pytest.raises(ValueError, match=message):
         parse_target(name)
 

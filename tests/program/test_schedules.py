@@ -60,7 +60,9 @@ def test_a_run_of_any_length_has_a_schedule(schedule, num_steps):
 
 @pytest.mark.parametrize("shares", [{"warmup_share": -0.1}, {"warmup_share": 1.1}])
 def test_impossible_shares(shares):
-    with pytest.raises(ValueError, match="WarmupCosine: warmup_share=.* more than 1"):
+    with pytest.raises(
+        ValueError, match="WarmupCosine: warmup_share=.* with a sum <= 1"
+    ):
         WarmupCosine(peak=1.0, **shares)
     with pytest.raises(ValueError, match="WarmupStableDecay.*decay_share=0.5"):
         WarmupStableDecay(peak=1.0, warmup_share=0.6, decay_share=0.5)

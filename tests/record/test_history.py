@@ -1,4 +1,4 @@
-"""A run whose checkpoints are gone says that it starts anew, and keeps its history."""
+"""Tests that a run whose checkpoints are gone starts over and keeps its history."""
 
 import contextlib
 import dataclasses
@@ -53,8 +53,8 @@ def test_checkpoints_that_were_deleted(config, tmp_path):
     output = run(config, folder)
     aside = folder / "earlier-1"
     assert (
-        "This run had checkpoints, up to step 4, and none is left to go on from: it "
-        "starts anew at step 0. Its history until now (metrics.jsonl, eval.jsonl, "
+        "This run had checkpoints up to step 4, but none is left to resume from: it "
+        "starts over at step 0. Its history so far (metrics.jsonl, eval.jsonl, "
         f"ledger.jsonl) is in {aside}."
     ) in output
     assert (aside / "metrics.jsonl").read_text() == figures
@@ -79,7 +79,7 @@ def test_checkpoints_that_cannot_be_restored(config, tmp_path):
     file = folder / "checkpoints" / "4" / "manifest" / "metadata"
     os.truncate(file, file.stat().st_size // 2)
     output = run(config, folder)
-    assert "Set aside as" in output and "it starts anew at step 0" in output
+    assert "Set aside as" in output and "it starts over at step 0" in output
     assert manager.committed_steps(folder / "checkpoints") == [4, 8]
 
 
@@ -87,11 +87,11 @@ def test_a_run_that_died_before_its_first_checkpoint(config, tmp_path):
     folder = tmp_path / "run"
     run(config, folder, hooks=[Kill(3)])
     output = run(config, folder)
-    assert "No checkpoint was saved before: steps 1 to 3 are done again." in output
+    assert "No checkpoint was saved: steps 1 to 3 will be repeated." in output
     assert not (folder / "earlier-1").exists()
     assert ledger_audit.audit(folder).repeated == 3
 
 
 def test_a_new_run_says_nothing_of_it(config, tmp_path):
     output = run(config, tmp_path / "run")
-    assert "starts anew" not in output and "done again" not in output
+    assert "starts over" not in output and "repeated" not in output

@@ -42,13 +42,13 @@ def restore(number: int) -> dict:
 SOUND = {
     "one attempt": ([START, *steps(1, 2, 3)], 3, 0),
     "two epochs and more": ([START, *steps(*range(1, 9))], 8, 0),
-    "steps done again": (
+    "repeated steps": (
         [START, *steps(1, 2, 3), START, restore(1), *steps(2, 3, 4)],
         4,
         2,
     ),
-    "again from nothing": ([START, *steps(1, 2), START, *steps(1, 2, 3)], 3, 2),
-    "a step left out": ([START, step(1), step(2, skipped=True), step(3)], 3, 0),
+    "from scratch again": ([START, *steps(1, 2), START, *steps(1, 2, 3)], 3, 2),
+    "a skipped step": ([START, step(1), step(2, skipped=True), step(3)], 3, 0),
     "a rewind": (
         [
             START,
@@ -86,37 +86,38 @@ def test_sound_histories(name):
 
 
 FAULTY = {
-    "a step done twice": ([START, *steps(1, 2), step(2)], "step 2 was done twice"),
-    "a step missing": ([START, *steps(1, 3)], "misses one before 3"),
+    "a step done twice": ([START, *steps(1, 2), step(2)], "step 2 is recorded twice"),
+    "a step missing": ([START, *steps(1, 3)], "one before 3 is missing"),
     "a batch twice": (
         [START, step(1), step(2, batch=0)],
-        "step 2 has 4 samples that epoch 0 has used already, first sample",
+        "step 2 has 4 samples that epoch 0 has already used, the first is sample",
     ),
     "a batch lost": ([START, step(1), step(2, batch=2)], "examples 4 to 7 are in no"),
     "another seed": (
         [START, *steps(1, 2), START | {"seed": 4}, restore(2), step(3)],
         "step 3 has ",
     ),
-    "other data without a word": (
+    "other data without an event": (
         [DATA_A, step(1), DATA_B, restore(1), step(2)],
         "after step 1 data aaaa (10 examples) became data bbbb (10 examples) without",
     ),
     "other samples": (
         [START, step(1), step(2, samples=samples(0))],
-        f"step 2: its samples have digest {samples(0)}, those of batch 1 {samples(1)}",
+        f"step 2: its samples have digest {samples(0)}, but those of batch 1 have "
+        f"{samples(1)}",
     ),
     "a resume that went too far": (
         [START, *steps(1, 2), START, restore(1), *steps(3)],
-        "misses one before 3",
+        "one before 3 is missing",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_faults_are_found(name):
-    rows, words = FAULTY[name]
+    rows, message = FAULTY[name]
     found = ledger_audit.examine(rows)
-    assert any(words in fault for fault in found.faults), found.faults
+    assert any(message in fault for fault in found.faults), found.faults
     assert "audit: FAILED" in str(found)
 
 
@@ -128,10 +129,10 @@ def test_what_is_proved_of_data_that_was_changed_on_purpose():
     assert str(found).endswith(
         "audit: the data was changed on purpose, so this is proved for each part:\n"
         "  steps 1 to 1, data aaaa (10 examples): each sample contributed to exactly "
-        "one update of its epoch, or is named above\n"
+        "one update of its epoch, or is listed above\n"
         "  steps 2 to 3, data bbbb (10 examples): each sample contributed to exactly "
-        "one update of its epoch, or is named above\n"
-        "  Whether a sample of one part is also in another cannot be told."
+        "one update of its epoch, or is listed above\n"
+        "  Whether a sample of one part is also in another is unknown."
     )
 
 
@@ -146,12 +147,12 @@ def test_a_sample_used_twice_by_its_number_and_not_by_its_position():
     twice = [i for i in ids(2, 4)[:2] if i in used]
     assert twice
     assert found.faults == [
-        f"step 3 has {len(twice)} samples that epoch 0 has used already, first sample "
-        f"{twice[0]}, of step {1 if twice[0] in ids(0, SEED) else 2}"
+        f"step 3 has {len(twice)} samples that epoch 0 has already used, the first is "
+        f"sample {twice[0]}, used by step {1 if twice[0] in ids(0, SEED) else 2}"
     ]
 
 
-def test_half_a_line_is_cut_off(tmp_path):
+def test_a_torn_line_is_truncated(tmp_path):
     book = ledger.Ledger(tmp_path, clock=lambda: 7.0)
     book.event("start", seed=1)
     with open(book.path, "a") as file:
@@ -202,4 +203,4 @@ def test_samples_do_not_depend_on_the_mesh(run, tmp_path):
 
 def test_no_ledger(tmp_path, capfd):
     line = refused(capfd, ["ledger", "audit", str(tmp_path)])
-    assert line.endswith("no run has started in it. Name the folder of a run.")
+    assert line.endswith("records no start of a run. Name the folder of a run.")

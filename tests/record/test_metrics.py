@@ -28,7 +28,7 @@ def test_values_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
     file.write([{"step": 1, "a": math.nan, "b": math.inf, "c": np.float32(-np.inf)}])
 
     def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     json.loads(file.path.read_text(), parse_constant=refuse)
     (row,) = metrics.read(file.path)
@@ -36,19 +36,19 @@ def test_values_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("row", [{"loss": 1.0}, {"step": 1.0}, {"step": "1"}])
-def test_a_row_needs_a_whole_step(tmp_path, row):
+def test_a_row_needs_an_integer_step(tmp_path, row):
     file = JsonLines(tmp_path / "m.jsonl")
-    with pytest.raises(ValueError, match="needs a whole number `step`"):
+    with pytest.raises(ValueError, match="needs an integer `step`"):
         file.write([{"step": 1}, row])
-    # The group is refused as a whole.
+    # Nothing of the group is written.
     assert not file.path.exists()
 
 
-def test_a_torn_last_line_is_forgiven_by_the_reader_alone(tmp_path):
+def test_only_the_reader_ignores_a_torn_last_line(tmp_path):
     file = JsonLines(tmp_path / "m.jsonl")
     file.path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     assert [row["step"] for row in metrics.read(file.path)] == [1, 2]
-    with pytest.raises(ValueError, match="m.jsonl.*no end.*truncate_after"):
+    with pytest.raises(ValueError, match="m.jsonl.*incomplete.*truncate_after"):
         file.write([{"step": 4}])
     assert file.truncate_after(2) == 0
     file.write([{"step": 3}])
@@ -95,7 +95,7 @@ def test_a_kill_while_truncating_loses_nothing(tmp_path, monkeypatch):
 def test_truncate_needs_steps(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"loss": 1.0}\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl:2: found no whole number `step`"):
+    with pytest.raises(ValueError, match=r"m\.jsonl:2: no integer `step`"):
         JsonLines(path).truncate_after(1)
 
 

@@ -25,14 +25,14 @@ def run(tmp_path_factory):
 
 
 def test_unwritable_folder(tmp_path, capfd):
-    """A file in the place of the folder: permissions do not bind root."""
+    """Uses a file instead of a folder, because permissions do not apply to root."""
     file = tmp_path / "notes"
     file.write_text("mine")
     for folder in (file, file / "run"):
         line = refused(capfd, train(folder))
         assert line == (
-            f"run folder {folder} cannot be written: it is a file, or below one. "
-            "Choose another --workdir, or make this one a folder that you may write to."
+            f"run folder {folder} cannot be written: it, or a parent, is a file. "
+            "Choose another --workdir, or make this one a writable folder."
         )
     assert file.read_text() == "mine"
 
@@ -41,7 +41,7 @@ def test_unwritable_folder(tmp_path, capfd):
 def test_a_file_that_cannot_be_written_is_found_before_anything_slow(
     name, tmp_path, capfd
 ):
-    """A link to nowhere: permissions do not bind root."""
+    """Uses a dangling link, because permissions do not apply to root."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / name).symlink_to(tmp_path / "nowhere" / name)
@@ -49,13 +49,13 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_slow(
     out, err = capfd.readouterr()
     assert err == (
         f"meshloom: {folder / name} cannot be written: No such file or directory. Make "
-        "it a file that you may write to, remove it, or choose another --workdir.\n"
+        "it writable, remove it, or choose another --workdir.\n"
     )
     assert out == ""
     assert {path.name for path in folder.iterdir()} == {name, ".lock"}
 
 
-# The mounts are seen by this shell alone, and end with it.
+# Only this shell sees the mounts, and they end with it.
 DISKS = """
 disk=$1; shift
 mount -t tmpfs -o size=104k none "$disk" || exit 3
@@ -89,13 +89,14 @@ def test_full_disk_and_read_only_disk(tmp_path):
     full, rest = stderr.split("full: 2\n")
     assert full == (
         f"meshloom: the checkpoint of step {NUM_STEPS} was not written to "
-        f"{tmp_path / 'run' / 'checkpoints'}: No space left on device. None is whole "
-        "there. Free some space, then run the same command again to continue.\n"
+        f"{tmp_path / 'run' / 'checkpoints'}: No space left on device. There is no "
+        "complete checkpoint there. Free some space, then run the same command "
+        "again to continue.\n"
     )
     assert rest.startswith(
         f"meshloom: run folder {tmp_path / 'run'} cannot be written: Read-only file "
-        "system. Choose another --workdir, or make this one a folder that you may "
-        "write to.\nread-only: 2\n"
+        "system. Choose another --workdir, or make this one a writable "
+        "folder.\nread-only: 2\n"
     )
     assert rest.endswith(f"enough room: 0\n{NUM_STEPS}\n")
 
@@ -111,7 +112,7 @@ with RunFolder(pathlib.Path(sys.argv[1])).claim():
 
 @pytest.fixture
 def holder(run):
-    """Another process that holds the run folder."""
+    """Yields another process that has locked the run folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run)],
         stdout=subprocess.PIPE,
@@ -136,12 +137,12 @@ def test_two_processes_in_one_folder(run, holder, capfd):
     line = refused(capfd, train(run))
     assert line == (
         f"run folder {run} is in use by another process (process {holder.pid} on "
-        f"{os.uname().nodename}). Wait for it, end it, or choose another --workdir."
+        f"{os.uname().nodename}). Wait for it, stop it, or choose another --workdir."
     )
     assert digest(run) == before
     os.killpg(holder.pid, signal.SIGKILL)
     holder.wait(timeout=20)
-    assert main(train(run)) == 0  # the lock dies with its process
+    assert main(train(run)) == 0  # the lock is released with its process
 
 
 def test_folder_of_another_config(run, capfd):
@@ -150,11 +151,11 @@ def test_folder_of_another_config(run, capfd):
     assert main(train(run, *flags, "--mesh", "fsdp=8")) == 2
     line, *changes = capfd.readouterr().err.splitlines()
     assert line == (
-        f"meshloom: run folder {run} was started with another config (2 values "
+        f"meshloom: run folder {run} was started with a different config (2 values "
         "differ). Choose another --workdir, or pass --insist to continue it with the "
         "new values:"
     )
-    # The mesh may differ, and is no part of the reason.
+    # The mesh may differ, so it is not listed.
     assert changes == ["schedule.peak  0.01 -> 0.5", "seed           0 -> 3"]
     assert digest(run) == before
     assert main(train(run, *flags, "--dry-run")) == 2
@@ -162,7 +163,7 @@ def test_folder_of_another_config(run, capfd):
 
 
 def test_a_folder_of_a_version_that_had_fewer_fields(run, capfd):
-    """A field that it does not know counts as its default."""
+    """A field that the folder does not have counts as its default."""
     file = run / "config.json"
     kept = file.read_text()
     record = json.loads(kept)
@@ -179,7 +180,7 @@ def test_a_folder_of_a_version_that_had_fewer_fields(run, capfd):
 
 
 def test_insisting_and_what_is_free_to_change(run, capfd):
-    """Both are said; a finished run shows them without training."""
+    """Both are reported; a finished run shows them without training."""
     assert main(train(run, "--mesh", "fsdp=8", *sets_of('plan="data+fsdp"'))) == 0
     output = capfd.readouterr().out
     assert "Continued with other settings:" in output

@@ -1,4 +1,4 @@
-"""Checkpoints in another folder and in a bucket, through the same code."""
+"""Tests of checkpoints in another folder and in a bucket."""
 
 import json
 
@@ -104,19 +104,19 @@ def test_a_bucket_that_fails_for_a_while_loses_no_checkpoint(bucket, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("place", "message"),
     [
-        ("runs/a", "checkpoint_folder is 'runs/a'; expected a folder with its whole"),
+        ("runs/a", "checkpoint_folder is 'runs/a'; expected an absolute path"),
         (
             "s3://bucket/a",
             "checkpoint_folder is 's3://bucket/a'; expected a folder or "
-            "gs://BUCKET/...: orbax can write arrays to no s3:// store. Mount it as a "
-            "folder.",
+            "gs://BUCKET/...: orbax cannot write arrays to a s3:// store. Mount it as "
+            "a folder.",
         ),
     ],
 )
-def test_places_that_cannot_work(place, words, tmp_path, capfd):
-    assert words in refused(capfd, run(tmp_path / "run", 4, place))
+def test_places_that_cannot_work(place, message, tmp_path, capfd):
+    assert message in refused(capfd, run(tmp_path / "run", 4, place))
     assert not (tmp_path / "run").exists()
 
 

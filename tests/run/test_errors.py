@@ -46,7 +46,7 @@ FLAGS = {
     ),
     "misspelled top-level field": (
         sets_of("batchsize=4"),
-        "--set batchsize=4: 'batchsize' is no field of train.Config.* did you mean "
+        "--set batchsize=4: 'batchsize' is not a field of train.Config.* did you mean "
         "'batch_size'?",
     ),
     "misspelled class": (
@@ -72,7 +72,7 @@ FLAGS = {
     ),
     "two givers of one value": (
         sets_of("num_steps=4"),
-        "--steps and --set num_steps=4 both give num_steps; leave one of them out",
+        "--steps and --set num_steps=4 both set num_steps; remove one of them",
     ),
     "mesh too small": (
         ["--mesh", "data=3"],
@@ -87,7 +87,7 @@ FLAGS = {
         ["--mesh", "tensor=8", *sets_of("model.num_heads=8", "model.vocab_size=65")],
         "embedding: dimension 'vocab' of size 65 cannot be sharded 8 ways (tensor=8). "
         "Set model.pad_vocab_to to 8, use a mesh whose tensor divides 65, or set "
-        "rules={'vocab': ['tensor', None]} to replicate it where it does not divide.",
+        "rules={'vocab': ['tensor', None]} to replicate it if it is not divisible.",
     ),
     "batch that the mesh does not divide": (
         sets_of("batch_size=12"),
@@ -109,13 +109,13 @@ FLAGS = {
     ),
     "microbatches that do not divide the batch": (
         sets_of("num_microbatches=3"),
-        "batch_size 16 is not divided by num_microbatches 3; 18 would be (batch_size "
+        "batch_size 16 is not divisible by num_microbatches 3; 18 would be (batch_size "
         "from .*tiny.gin:16, num_microbatches from --set num_microbatches=3)",
     ),
     "microbatch that the mesh does not divide": (
         sets_of("num_microbatches=4"),
         "batch_size 16 in 4 microbatches cannot be sharded 8 ways (data=8). Set "
-        "batch_size to 32, or other num_microbatches, or change the mesh.",
+        "batch_size to 32, change num_microbatches, or change the mesh.",
     ),
     "vocabulary larger than the model's": (
         sets_of("data.vocab_size=65"),
@@ -158,11 +158,11 @@ FLAGS = {
     ),
     "no checkpoint kept": (
         sets_of("keep_checkpoints=0"),
-        "keep_checkpoints must be at least 1, got 0 (keep_checkpoints from --set",
+        "keep_checkpoints must be >= 1, got 0 (keep_checkpoints from --set",
     ),
     "interval below zero": (
         sets_of("save_every=-5"),
-        "save_every must be at least 0, got -5",
+        "save_every must be >= 0, got -5",
     ),
     "sample from data without text": (
         sets_of('sample_prompt="abc"'),
@@ -190,26 +190,26 @@ DATA = {
     "missing": (
         "none",
         [],
-        "no file or folder '.*none' (looked from .*). Correct the path, or create the "
+        "no file or folder '.*none' (relative to .*). Correct the path, or create the "
         "folder.",
     ),
     "empty": (
         "empty",
         [],
-        "no file matches '**/*' in the folder '.*empty'. Name a folder that holds text "
-        "files, or change the pattern.",
+        "no file matches '**/*' in the folder '.*empty'. Name a folder that contains "
+        "text files, or change the pattern.",
     ),
     "sequence longer than the data": (
         "short",
         ["data.holdout=0.5", "data.length=32"],
-        "split 'train': the split holds .* tokens, but one example of length 32 takes "
-        "33. The longest possible length is .*; lower it, or give the split more data.",
+        "split 'train': the split has .* tokens, but one example of length 32 needs "
+        "33. Lower length to at most .*, or add data to the split.",
     ),
     "nothing held out": (
         "few",
         ["data.holdout=0.0"],
-        "split 'eval' is empty: holdout=0.0 of 30 documents leaves none for it. Name "
-        "its files as eval_path, raise holdout, or add documents.",
+        "split 'eval' is empty: holdout=0.0 of 30 documents selects none. Set "
+        "eval_path to the files of this split, raise holdout, or add documents.",
     ),
     "sample longer than the model takes": (
         "few",

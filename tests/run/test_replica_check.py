@@ -159,4 +159,4 @@ def test_copies_of_several_processes(tmp_path):
 
 def test_bad_settings(tmp_path, capfd):
     argv = [*train(tmp_path), *sets_of("check_replicas_every=-1")]
-    assert "check_replicas_every must be at least 0, got -1" in refused(capfd, argv)
+    assert "check_replicas_every must be >= 0, got -1" in refused(capfd, argv)

@@ -66,7 +66,7 @@ def load(args: argparse.Namespace) -> config_files.Loaded:
     from ..run.train import Config
 
     loaded = config_files.load(config_names(args), args.set, root=Config)
-    for note in loaded.dropped:
+    for note in (*loaded.notes, *loaded.dropped):
         print(f"note: {note}")
     if spec is not None:
         loaded = config_files.override(loaded, "mesh", spec, "--mesh")

@@ -1,1 +1,1 @@
-"""Configs: gin files to trees of dataclasses, and back. See docs/config.md."""
+"""Loads gin files into trees of dataclasses and writes them. See docs/config.md."""

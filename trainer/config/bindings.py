@@ -1,8 +1,8 @@
-"""Bindings: each gives one parameter of a class (or function) a value, in a scope.
+"""Bindings: each sets one parameter of a class (or function), in a scope.
 
-In a value, a Ref stands for an object to be made (`@scope/module.Class()`) and a Macro
-for a value that has a name (`%name`). A binding counts for an object if its scope is
-the scope of the object, or the beginning of it; the longest one wins.
+In a value, a Ref stands for an object to create (`@scope/module.Class()`) and a Macro
+for a named value (`%name`). A binding applies to an object if its scope is a prefix of
+the object's scope; the longest one wins.
 """
 
 import dataclasses
@@ -17,12 +17,13 @@ from . import tree as config_tree
 from .tree import join, label
 
 Scope = tuple[str, ...]
-# Begins the scope of one place, made for a `--set` by path; no gin name starts so.
-_OWN = "."
+# Prefix of the private scope of one object, made for a `--set` by path. No gin name
+# starts with it.
+_PRIVATE = "."
 
 
 class ConfigError(ValueError):
-    """A mistake in a config file or on the command line, told in one line."""
+    """An error in a config file or on the command line, as one line."""
 
     def __init__(self, message: str):
         super().__init__(re.sub(r"\s*\n\s*", " ", message.strip()))
@@ -30,27 +31,31 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ref:
+    """A reference to a class or function, and whether it is called."""
+
     target: Callable
     scope: Scope
     call: bool
 
     def __repr__(self) -> str:
-        name = "/".join([*_written(self.scope), label(self.target)])
+        name = "/".join([*_public(self.scope), label(self.target)])
         return f"@{name}()" if self.call else f"@{name}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Macro:
+    """A reference to a named value."""
+
     name: str
 
     @property
     def scope(self) -> Scope:
-        """The scope of what the macro refers to; the rule is gin's own."""
+        """The scope of the references in the macro's value, as in gin."""
         return tuple(self.name.split("/"))
 
     @property
     def is_required(self) -> bool:
-        """Whether this is gin's mark for a value that another binding has to give."""
+        """Whether this is gin's marker for a value that another binding must set."""
         return self.name == "gin.REQUIRED"
 
     def __repr__(self) -> str:
@@ -59,7 +64,7 @@ class Macro:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Binding:
-    """The target is None for a macro, whose name is the parameter."""
+    """A value for a parameter; for a macro the target is None and the name is there."""
 
     scope: Scope
     target: Callable | None
@@ -71,18 +76,19 @@ class Binding:
     def key(self) -> tuple[Scope, Callable | None, str]:
         return self.scope, self.target, self.parameter
 
-    def counts_for(self, target: Callable, scope: Scope) -> bool:
+    def applies_to(self, target: Callable, scope: Scope) -> bool:
         return self.target is target and scope[: len(self.scope)] == self.scope
 
     def __str__(self) -> str:
         if self.target is None:
             return f"macro {self.parameter!r}"
         name = f"{label(self.target)}.{self.parameter}"
-        return "/".join([*_written(self.scope), name])
+        return "/".join([*_public(self.scope), name])
 
 
-def _written(scope: Scope) -> list[str]:
-    return [part for part in scope if not part.startswith(_OWN)]
+def _public(scope: Scope) -> list[str]:
+    """Returns the parts of a scope that the user has written."""
+    return [part for part in scope if not part.startswith(_PRIVATE)]
 
 
 class Parameter(NamedTuple):
@@ -91,7 +97,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(target: Callable) -> dict[str, Parameter]:
-    """Returns what a class or function can be given."""
+    """Returns the parameters of a class or function that a binding can set."""
     annotated = target
     if isinstance(target, type) and not is_node_class(target):
         annotated = target.__init__
@@ -99,7 +105,7 @@ def parameters(target: Callable) -> dict[str, Parameter]:
         hints = typing.get_type_hints(annotated, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(
-            f"{label(target)} has an annotation that cannot be read ({error});"
+            f"{label(target)} has an annotation that cannot be resolved ({error});"
             " import the name it uses in its module"
         ) from error
     return {
@@ -121,7 +127,7 @@ def is_node_class(target: Any) -> bool:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the tail of a message: the nearest of `names`, or all of them."""
+    """Returns the end of a message: the nearest of `names`, or all of them."""
     names = sorted(set(names))
     close = difflib.get_close_matches(name, names, n=1)
     if close:
@@ -140,7 +146,7 @@ def map_items(value: Any, change: Callable[[Any, str], Any], path: str = "") -> 
 
 
 class Bindings:
-    """All bindings in the order they were made; the last of a key counts."""
+    """All bindings in the order they were added; the last one of a key wins."""
 
     def __init__(self):
         self.all: list[Binding] = []
@@ -154,8 +160,8 @@ class Bindings:
         """Adds a binding.
 
         Args:
-          old: what it replaces, if that is not the binding with the same key.
-          keep: the new binding says the same as the old one, in another scope.
+          old: the binding it replaces, if not the one with the same key.
+          keep: whether it only repeats the old binding in another scope.
         """
         old = old or self.current.get(new.key)
         if old and keep:
@@ -167,37 +173,37 @@ class Bindings:
 
     def of(self, target: Callable, scope: Scope) -> dict[str, Binding]:
         """Returns {parameter: binding} for a target called in a scope."""
-        found: dict[str, Binding] = {}
+        applicable: dict[str, Binding] = {}
         for binding in self.current.values():
-            if binding.counts_for(target, scope):
-                best = found.get(binding.parameter)
+            if binding.applies_to(target, scope):
+                best = applicable.get(binding.parameter)
                 if best is None or len(best.scope) < len(binding.scope):
-                    found[binding.parameter] = binding
-        return found
+                    applicable[binding.parameter] = binding
+        return applicable
 
     def macros(self) -> list[str]:
         return [name for _, target, name in self.current if target is None]
 
     def macro(self, name: str, origin: str) -> Binding:
-        found = self.current.get(((), None, name))
-        if found is None:
+        binding = self.current.get(((), None, name))
+        if binding is None:
             tail = nearest(name, self.macros())
             raise ConfigError(f"{origin}: macro %{name} is not defined; {tail}")
-        return found
+        return binding
 
 
 class Places:
-    """Finds the object that stands at a path, to bind a parameter of it alone.
+    """Finds the object at a path, to bind a parameter of this object alone.
 
-    The path is followed before any object is made, so that several `--set` may give
-    what only together makes a valid object.
+    Paths are resolved before any object is created, so that several `--set` flags may
+    set values that are valid only together.
     """
 
     def __init__(self, bindings: Bindings, root: type):
         self._bindings, self._root = bindings, root
 
     def bind(self, path: str, value: Any, origin: str) -> None:
-        """Binds what stands at `path`, and nothing else of the same class."""
+        """Binds the parameter at `path`, but not that of other objects of the class."""
         target, scope, parts, done = self._root, (), path.split("."), ""
         while True:
             name = parts[0]
@@ -207,35 +213,38 @@ class Places:
             if len(parts) == 1:
                 new = Binding(scope, target, name, value, origin)
                 return self._bindings.add(new, old=old)
-            standing = old.value if old else _default(target, name)
-            own, node, parts = self._enter(standing, scope, parts[1:], done, origin)
+            current = old.value if old else _default(target, name)
+            value_here, node, parts = self._enter(
+                current, scope, parts[1:], done, origin
+            )
             source = old.origin if old else "default"
-            new = Binding(scope, target, name, own, source)
+            new = Binding(scope, target, name, value_here, source)
             self._bindings.add(new, old=old, keep=True)
             target, scope = node.target, node.scope
             done = path.removesuffix("." + ".".join(parts))
 
     def _enter(self, value: Any, scope: Scope, rest: list[str], path: str, origin: str):
-        """Gives the object in `value` a scope of its own.
+        """Gives the object in `value` a private scope.
 
-        Returns the new value, the Ref of the object, and the rest of the path.
+        Returns:
+          The new value, the Ref of the object, and the rest of the path.
         """
         seen = []
         while isinstance(value, Macro) and not value.is_required:
             binding = self._bindings.macro(value.name, origin)
             if binding in seen:
-                raise ConfigError(f"{binding.origin}: {binding} is defined by itself")
+                raise ConfigError(f"{binding.origin}: {binding} refers to itself")
             seen.append(binding)
             self._bindings.kept.add(binding)
             scope = value.scope
             value = map_items(binding.value, lambda x, _, s=scope: _in_scope(x, s))
         if isinstance(value, Ref) and value.call:
             own = value.scope or scope
-            own = own if own[-1:] == (_OWN + path,) else (*own, _OWN + path)
+            own = own if own[-1:] == (_PRIVATE + path,) else (*own, _PRIVATE + path)
             node = Ref(value.target, own, True)
             return node, node, rest
         if config_tree.is_node(value) and not isinstance(value, Ref | Macro):
-            node = Ref(type(value), (*scope, _OWN + path), True)
+            node = Ref(type(value), (*scope, _PRIVATE + path), True)
             for name, item in config_tree.children(value):
                 require_parameter(node.target, name, origin)
                 new = Binding(node.scope, node.target, name, item, "default")
@@ -247,8 +256,8 @@ class Places:
         keys = {str(key): key for key in items}
         if rest[0] not in keys or len(rest) == 1:
             raise ConfigError(
-                f"{origin}: {path} holds {value!r}, in which {'.'.join(rest)!r} is not"
-                f" the field of an object; set {path} as a whole"
+                f"{origin}: {path} is {value!r}, in which {'.'.join(rest)!r} is not a"
+                f" field of an object; set {path} itself"
             )
         key, inner = keys[rest[0]], join(path, rest[0])
         items[key], node, rest = self._enter(items[key], scope, rest[1:], inner, origin)

@@ -1,7 +1,7 @@
-"""Makes the config from its bindings, and finds the bindings that nothing uses.
+"""Creates the config from its bindings, and finds bindings that nothing uses.
 
-Gin could call the classes too, but it keeps no origins, checks no types and notices no
-unused binding; so the bindings are followed from the root here.
+Gin could create the objects too, but it records no origins, checks no types and does
+not notice unused bindings. So the bindings are followed from the root here.
 """
 
 import re
@@ -25,11 +25,11 @@ from .tree import join, label
 
 
 class _Required(Exception):
-    """A value that another binding has to give is still wanted; says which line."""
+    """No binding has set a required value; the message is the line that requires it."""
 
 
 class Builder:
-    """Follows the bindings from the root: makes the config, its origins, the uses."""
+    """Follows the bindings from the root, and records origins and used bindings."""
 
     def __init__(self, bindings: Bindings):
         self.origins: dict[str, str] = {}
@@ -45,17 +45,17 @@ class Builder:
         return config
 
     def _call(self, ref: Ref, scope: Scope, path: str | None, origin: str) -> Any:
-        """Makes an object; its path is None if it is no place in the tree."""
+        """Creates an object; its path is None if it is not part of the config tree."""
         target: Any = ref.target
         scope = ref.scope or scope
         where = f"{origin}: " if origin else ""
         if (target, scope) in self._open:
             raise ConfigError(
-                f"{where}{label(target)} is a part of itself; cut the loop"
+                f"{where}{label(target)} contains itself; remove the cycle"
             )
         self._open.append((target, scope))
         known, bound = parameters(target), self._bindings.of(target, scope)
-        # Only the fields of a dataclass are places in the tree.
+        # Only the fields of a dataclass are part of the tree.
         in_tree = path is not None and is_node_class(target)
         places = {name: join(path or "", name) if in_tree else None for name in known}
         self.origins |= {place: "default" for place in places.values() if place}
@@ -86,18 +86,18 @@ class Builder:
     def _evaluate(
         self, value: Any, scope: Scope, path: str | None, origin: str
     ) -> tuple[Any, str]:
-        """Returns what a bound value stands for, and the origin of that."""
+        """Returns the value that a binding stands for, and its origin."""
         if isinstance(value, Macro):
             if value.is_required:
                 raise _Required(origin)
             macro = self._bindings.macro(value.name, origin)
             if macro in self._open:
-                raise ConfigError(f"{macro.origin}: {macro} is defined by itself")
+                raise ConfigError(f"{macro.origin}: {macro} refers to itself")
             self.used.add(macro)
             self._open.append(macro)
-            found = self._evaluate(macro.value, value.scope, path, macro.origin)
+            result = self._evaluate(macro.value, value.scope, path, macro.origin)
             self._open.pop()
-            return found
+            return result
 
         def evaluate(item: Any, inner: str) -> Any:
             place = path if path is None or not inner else join(path, inner)
@@ -111,7 +111,7 @@ class Builder:
         return map_items(value, evaluate), origin
 
     def _check_node(self, path: str, node: Any) -> None:
-        """Checks the fields that a function or a `__post_init__` has given."""
+        """Checks the fields, which a function or a `__post_init__` may have set."""
         known = parameters(type(node))
         for field in config_tree.init_fields(node):
             name = field.name
@@ -123,34 +123,34 @@ class Builder:
 def conform(
     value: Any, annotation: Any, target: Callable, name: str, origin: str
 ) -> Any:
-    """Returns `value` as the parameter `name` of `target` wants it."""
+    """Returns `value` converted to the type of the parameter `name` of `target`."""
     try:
         return config_types.conform(value, annotation)
     except TypeError:
         expected = config_types.describe(annotation)
-    found, remedy = f"{type(value).__name__} {value!r}", ""
+    actual, remedy = f"{type(value).__name__} {value!r}", ""
     if value is None:
-        found = "None"
+        actual = "None"
     elif isinstance(value, type):
-        found = f"the class {label(value)}"
+        actual = f"the class {label(value)}"
         remedy = f"; write @{label(value)}(), with parentheses, for an object of it"
     elif config_tree.is_node(value):
-        found = label(type(value))
-        wanted = (
+        actual = label(type(value))
+        required = (
             config_types.members(annotation) if isinstance(annotation, type) else ()
         )
-        if lacking := [name for name in sorted(wanted) if not hasattr(value, name)]:
-            remedy = f", which has no {lacking[0]!r}; define it"
+        if missing := [name for name in sorted(required) if not hasattr(value, name)]:
+            remedy = f", which has no {missing[0]!r}; define it"
     elif expected == "str" and isinstance(value, bool | int | float):
         remedy = "; put it in quotes"
     raise ConfigError(
-        f"{origin}: {label(target)}.{name} must be {expected}, got {found}{remedy}"
+        f"{origin}: {label(target)}.{name} must be {expected}, got {actual}{remedy}"
     ) from None
 
 
 def _missing(target: Callable, name: str, path: str | None, where: str) -> str:
     expected = config_types.describe(parameters(target)[name].annotation)
-    setting = f", or give --set {path}=..." if path else ""
+    setting = f", or pass --set {path}=..." if path else ""
     return (
         f"{where}{label(target)}.{name} has no value, expected {expected}; add the line"
         f" `{label(target)}.{name} = ...` to a config file{setting}"
@@ -160,7 +160,7 @@ def _missing(target: Callable, name: str, path: str | None, where: str) -> str:
 def _explain(
     error: Exception, target: Callable, bound: Mapping[str, Binding], where: str
 ) -> str:
-    """Returns what a class said of its arguments, with the origins of these."""
+    """Returns the error of a class about its arguments, with their origins."""
     named = {k: b for k, b in bound.items() if re.search(rf"\b{k}\b", str(error))}
     origins = [f"{name} from {b.origin}" for name, b in (named or bound).items()]
     tail = f" ({', '.join(origins)})" if origins else ""
@@ -168,21 +168,23 @@ def _explain(
 
 
 def check_unused(bindings: Bindings, used: set[Binding], config: Any) -> list[str]:
-    """Raises for a binding that nothing uses; returns those that were replaced.
+    """Raises for a binding that nothing uses; returns those that were dropped.
 
-    A part that a later binding replaces takes the earlier bindings of its class in
-    the files with it; otherwise no shipped config could get another optimizer.
+    When a later binding replaces an object, the bindings of the old object in the files
+    are dropped with it. Otherwise a shipped config could not get another optimizer.
     """
     dropped = []
     settled = used | bindings.kept | {old for old, _ in bindings.replaced}
     for binding in bindings.all:
-        # Fields of a default object are written out by us, nobody asked for them.
+        # The fields of a default object are bound by us, not by the user.
         if binding in settled or binding.origin == "default":
             continue
         new = _replacement(bindings, binding)
         if new is None or binding.origin.startswith("--set"):
             raise ConfigError(_unused_message(bindings, binding, new, config))
-        dropped.append(f"{binding.origin}: {binding} went with {new} ({new.origin})")
+        dropped.append(
+            f"{binding.origin}: {binding} has no effect; {new.origin} replaces {new}"
+        )
     return dropped
 
 
@@ -196,7 +198,7 @@ def _replacement(bindings: Bindings, binding: Binding) -> Binding | None:
 
 def _reach(bindings: Bindings, start: Binding) -> set[Binding]:
     """Returns all bindings that the value of `start` could use."""
-    found: set[Binding] = set()
+    reached: set[Binding] = set()
     todo = [(start.value, start.scope)]
 
     def visit(item: Any, scope: Scope) -> None:
@@ -206,14 +208,14 @@ def _reach(bindings: Bindings, start: Binding) -> set[Binding]:
             hits = [b for b in bindings.all if b.key == ((), None, item.name)]
         elif isinstance(item, Ref):
             scope = item.scope or scope
-            hits = [b for b in bindings.all if b.counts_for(item.target, scope)]
-        todo.extend((b.value, scope) for b in hits if b not in found)
-        found.update(hits)
+            hits = [b for b in bindings.all if b.applies_to(item.target, scope)]
+        todo.extend((b.value, scope) for b in hits if b not in reached)
+        reached.update(hits)
 
     while todo:
         value, scope = todo.pop()
         map_items(value, lambda item, _, scope=scope: visit(item, scope))
-    return found
+    return reached
 
 
 def _unused_message(
@@ -224,21 +226,21 @@ def _unused_message(
     if target is None:
         return f"{start}; refer to it as %{binding.parameter}, or remove it"
     if new is not None:
-        return f"{start}, because {new} was replaced by {new.origin}; give one of them"
+        return f"{start}, because {new.origin} replaces {new}; remove one of them"
     name = "/".join([*binding.scope, label(target)])
-    standing = [p for p, value in config_tree.walk(config) if type(value) is target]
-    if not standing:
+    existing = [p for p, value in config_tree.walk(config) if type(value) is target]
+    if not existing:
         return (
             f"{start}: no @{name}() is in the config; refer to it, or remove the"
             " binding"
         )
-    place = join(standing[0], binding.parameter)
+    place = join(existing[0], binding.parameter)
     if any(b.target is target for b in bindings.all if b is not binding):
         return (
-            f"{start}: each {label(target)} has a value of its own or another scope;"
-            f" set {place}, or remove it"
+            f"{start}: each {label(target)} has its own value or another scope;"
+            f" set {place}, or remove the binding"
         )
     return (
-        f"{start}: the object at {standing[0]} is a default, not @{name}(); set"
+        f"{start}: the object at {existing[0]} is a default, not @{name}(); set"
         f" {place} instead"
     )

@@ -1,8 +1,8 @@
-"""Reads gin files and `--set` into a config, and knows where each value came from.
+"""Loads gin files and `--set` flags into a config, with the origin of each value.
 
-Gin parses the files; at the end gin alone reads the text that is written for the run
-folder, as a proof that it gives the same config again. In between, the bindings are
-collected here and followed in `config_build`. No other module imports gin.
+Gin parses the files. The bindings are collected here and followed in `build.py`. At the
+end gin alone loads the text that is written to the run folder, to prove that it gives
+the same config. No other module imports gin.
 """
 
 import collections
@@ -46,18 +46,20 @@ class Loaded:
     Attributes:
       config: the instance of the root class.
       origins: path of each value -> "default.gin:12", "--set ..." or "default".
-      text: gin bindings that give this config again, defaults written out.
-      dropped: one line for each binding that went with a part replaced later.
+      text: gin bindings that give the same config, including all defaults.
+      dropped: one line per binding of an object that a later binding replaced.
+      notes: one line per outdated module name.
     """
 
     config: Any
     origins: dict[str, str]
     text: str
     dropped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class _Names(config_parser.ParserDelegate):
-    """Leaves references as they are written, to be resolved where a line is known."""
+    """Keeps references as text, to be resolved where the line number is known."""
 
     def configurable_reference(self, scoped_configurable_name, evaluate):
         return config_modules.Written(scoped_configurable_name, evaluate)
@@ -67,7 +69,7 @@ class _Names(config_parser.ParserDelegate):
 
 
 def shipped() -> dict[str, Any]:
-    """Returns {name: file} of the configs that come with the package."""
+    """Returns {name: file} of the configs shipped with the package."""
     files = importlib.resources.files("meshloom.configs").iterdir()
     return {f.name.removesuffix(".gin"): f for f in files if f.name.endswith(".gin")}
 
@@ -78,24 +80,25 @@ class Reader:
     def __init__(self, root: type):
         self.bindings = Bindings()
         self._root = root
+        self.notes: dict[str, str] = {}
         self._modules: dict[str, types.ModuleType] = {}
         self._open: list[str] = []
 
     def read(self, name: str, *, base: str = "", where: str = "") -> None:
-        """Reads a shipped config or a file; `base` is the folder that includes it."""
+        """Reads a shipped config or a file; `base` is the folder of its includer."""
         display, text = _open_config(name, base, where)
         if display in self._open:
             raise ConfigError(f"{where}: {display} includes itself; remove the include")
         self._open.append(display)
         own: dict[str, types.ModuleType] = {}
-        # A name of the file itself goes before one that an earlier file imported.
+        # A module imported by this file takes precedence over one of an earlier file.
         modules = collections.ChainMap(own, self._modules)
         for statement in _statements(display, text):
             line = f"{display}:{statement.location.line_num}"
             if isinstance(statement, config_parser.ImportStatement):
-                found = _import(statement, line)
-                own |= found
-                self._modules |= found
+                imported = self._import(statement, line)
+                own |= imported
+                self._modules |= imported
             elif isinstance(statement, config_parser.IncludeStatement):
                 base = os.path.dirname(display)
                 self.read(statement.filename, base=base, where=line)
@@ -116,7 +119,7 @@ class Reader:
         self.bindings.add(Binding(scope, target, statement.arg_name, value, line))
 
     def set(self, text: str) -> None:
-        """Takes NAME=VALUE; NAME is a macro, a class parameter, or a path."""
+        """Applies NAME=VALUE, where NAME is a macro, a class parameter or a path."""
         origin = config_secrets.shown_flag(text)
         name, value = _split_set(text)
         value = config_modules.find_all(value, self._modules, origin)
@@ -130,16 +133,31 @@ class Reader:
         if not scoped or selector.split(".")[0] not in self._modules:
             tail = nearest(first, [*fields, *self._modules, *self.bindings.macros()])
             raise ConfigError(
-                f"{origin}: {first!r} is no field of {label(self._root)}, imported"
-                f" module or macro; {tail}"
+                f"{origin}: {first!r} is not a field of {label(self._root)}, an"
+                f" imported module or a macro; {tail}"
             )
         target = config_modules.find(selector, self._modules, origin)
         require_parameter(target, parameter, origin)
         self.bindings.add(Binding(tuple(scope), target, parameter, value, origin))
 
+    def _import(self, statement: Any, line: str) -> dict[str, types.ModuleType]:
+        """Returns {the name that the statement binds: module}."""
+        if statement.module == "__gin__.dynamic_registration":
+            return {}
+        module = config_modules.import_module(statement.module, line)
+        if statement.module in config_modules.MOVED:
+            self.notes.setdefault(
+                statement.module,
+                f"{line}: {statement.module} has moved to {module.__name__}; the old"
+                " name still works",
+            )
+        name = statement.bound_name()
+        is_leaf = statement.is_from or statement.alias
+        return {name: module if is_leaf else sys.modules[name]}
+
 
 def _open_config(name: str, base: str, where: str) -> tuple[str, str]:
-    """Returns the name to show for a config, and its text."""
+    """Returns the display name of a config, and its text."""
     prefix, known = f"{where}: " if where else "", shipped()
     stem = name.removesuffix(".gin")
     beside = os.path.join(base, name)
@@ -170,7 +188,7 @@ def _statements(display: str, text: str) -> list[Any]:
     message = message.split("\n")[-1].strip().rstrip(".")
     raise ConfigError(
         f"{display}:{line}: syntax error at `{content}`: {message}; expected"
-        " `module.Class.parameter = value`, where a string has quotes"
+        " `module.Class.parameter = value`, with quotes around strings"
     )
 
 
@@ -191,30 +209,20 @@ def _parse_value(name: str, written: str, origin: str) -> Any:
     )
 
 
-def _import(statement: Any, line: str) -> dict[str, types.ModuleType]:
-    """Returns {the name that the statement binds: module}."""
-    if statement.module == "__gin__.dynamic_registration":
-        return {}
-    module = config_modules.import_module(statement.module, line)
-    name = statement.bound_name()
-    whole = statement.is_from or statement.alias
-    return {name: module if whole else sys.modules[name]}
-
-
 def check_syntax(files: Sequence[str], sets: Sequence[str]) -> None:
-    """Raises for files that are not there and for what cannot be parsed.
+    """Raises for missing files and for syntax errors.
 
-    It imports none of the modules that the files name, so it takes milliseconds.
+    It does not import the modules that the files name, so it takes milliseconds.
     """
     for name in files:
         _statements(*_open_config(name, "", ""))
     for text in sets:
-        config_secrets.refuse_in_flag(text)
+        config_secrets.check_flag(text)
         _split_set(text)
 
 
 def _split_set(text: str) -> tuple[str, Any]:
-    """Returns the name and the parsed value of a --set."""
+    """Returns the name and the parsed value of a --set flag."""
     name, equals, written = (part.strip() for part in text.partition("="))
     origin = config_secrets.shown_flag(text)
     if not equals or not re.fullmatch(r"(\w+/)*\w+(\.\w+)*", name):
@@ -223,39 +231,40 @@ def _split_set(text: str) -> tuple[str, Any]:
 
 
 def load(files: Sequence[str], sets: Sequence[str] = (), *, root: type) -> Loaded:
-    """Reads configs (shipped names or paths, later ones win) and `--set` bindings."""
+    """Loads configs (shipped names or paths, later ones win) and `--set` flags."""
     reader = Reader(root)
     for name in files:
         reader.read(name)
     for text in sets:
-        config_secrets.refuse_in_flag(text)
+        config_secrets.check_flag(text)
         reader.set(text)
     builder = Builder(reader.bindings)
     config = builder.build(root)
-    config_secrets.refuse(config)
+    config_secrets.check(config)
     dropped = check_unused(reader.bindings, builder.used, config)
-    return _complete(config, builder.origins, dropped)
+    loaded = _complete(config, builder.origins, dropped)
+    return dataclasses.replace(loaded, notes=tuple(reader.notes.values()))
 
 
 def _complete(config: Any, origins: dict[str, str], dropped: Sequence[str]) -> Loaded:
-    """Adds the gin text of a config, and the origin of each place in it."""
+    """Adds the gin text of a config, and the origin of each value."""
     written = GinText(config, origins)
     text = "".join(f"# dropped: {line}\n" for line in dropped) + str(written)
     if not written.gaps and config_tree.init_fields(config):
         _prove(text, config)
-    places = [path for path, _ in config_tree.walk(config)]
-    origins = {path: config_tree.origin_of(path, origins) for path in places}
+    paths = [path for path, _ in config_tree.walk(config)]
+    origins = {path: config_tree.origin_of(path, origins) for path in paths}
     return Loaded(config, origins, text, tuple(dropped))
 
 
 def _prove(text: str, config: Any) -> None:
-    """Raises if gin, given the text alone, does not make the same config.
+    """Raises if gin does not create the same config from the text alone.
 
-    So a run folder never holds a `config.gin` that stands for another run.
+    This guarantees that the `config.gin` of a run folder describes that run.
     """
     gin.clear_config()
     try:
-        # A class defined anew under an old name, as in a notebook, is no mistake.
+        # Redefining a class under the same name, as in a notebook, is not an error.
         with gin_config.interactive_mode():
             gin.parse_config(text)
             filled = gin.get_configurable(type(config))()
@@ -264,25 +273,25 @@ def _prove(text: str, config: Any) -> None:
     changes = config_tree.diff(config_tree.flatten(config), config_tree.flatten(filled))
     if changes:
         raise ConfigError(
-            f"gin reads {label(type(config))} back with other values:"
+            f"gin reads {label(type(config))} back with different values:"
             f" {config_tree.format_diff(changes)}; make the __post_init__ of that"
-            " class give the same for what it has made"
+            " class idempotent"
         )
 
 
 def override(
     loaded: Loaded, path: str, value: Any, origin: str, *, over_flags: bool = False
 ) -> Loaded:
-    """Returns `loaded` with another value at `path`, given by the flag `origin`.
+    """Returns `loaded` with another value at `path`, set by the flag `origin`.
 
     Args:
-      over_flags: whether it wins over --set, which is an error otherwise.
+      over_flags: whether it overrides a --set of the same path; an error otherwise.
     """
     for place, source in loaded.origins.items():
         is_here = f"{place}.".startswith(f"{path}.")
         if is_here and source.startswith("--set") and not over_flags:
             raise ConfigError(
-                f"{origin} and {source} both give {path}; leave one of them out"
+                f"{origin} and {source} both set {path}; remove one of them"
             )
     config = _replace(loaded.config, path.split("."), value, origin)
     origins = {
@@ -290,14 +299,15 @@ def override(
         for place, source in loaded.origins.items()
         if not f"{place}.".startswith(f"{path}.")
     }
-    return _complete(config, {**origins, path: origin}, loaded.dropped)
+    complete = _complete(config, {**origins, path: origin}, loaded.dropped)
+    return dataclasses.replace(complete, notes=loaded.notes)
 
 
 def _replace(node: Any, parts: list[str], value: Any, origin: str) -> Any:
     name, *rest = parts
     if not config_tree.is_node(node):
-        found = f"{type(node).__name__} {node!r}"
-        raise ConfigError(f"{origin}: {found} has no part {name!r}; name a field")
+        actual = f"{type(node).__name__} {node!r}"
+        raise ConfigError(f"{origin}: {actual} has no field {name!r}; name a field")
     target = type(node)
     require_parameter(target, name, origin)
     if rest:
@@ -315,7 +325,7 @@ def flat_values(source: str, sets: Sequence[str] = (), *, root: type) -> dict[st
     if os.path.isdir(source):
         if sets:
             raise ConfigError(
-                f"{source} is a run folder, whose config is fixed; drop --set"
+                f"{source} is a run folder, whose config is fixed; remove --set"
             )
         return config_tree.read_run(source)
     return config_tree.flatten(load([source], sets, root=root).config)

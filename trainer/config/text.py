@@ -12,10 +12,11 @@ from .tree import init_fields, is_node, join, origin_of, walk
 
 
 class GinText:
-    """Gin bindings that rebuild a config, each with its origin as a comment.
+    """Gin bindings that recreate a config, each with its origin as a comment.
 
-    All fields are written, defaults too, so that the text means the same run after a
-    default has changed. `gaps` are the paths whose value gin has no syntax for.
+    All fields are written, including defaults, so that the text describes the same run
+    after a default has changed. `gaps` lists the paths of values that gin has no syntax
+    for.
     """
 
     def __init__(self, config: Any, origins: Mapping[str, str]):
@@ -25,7 +26,7 @@ class GinText:
         self._imports: dict[str, str] = {}
         self._scopes: dict[str, str] = {}
         for path, node in nodes:
-            # The same class twice needs two scopes, or both would share bindings.
+            # Two objects of one class need two scopes, or they would share bindings.
             if path and count[type(node)] > 1:
                 scope = "at_" + re.sub(r"\W", "_", path)
                 while scope in self._scopes.values():
@@ -72,7 +73,7 @@ class GinText:
         if type(value) in (list, tuple, dict):
             return self._container(path, value)
         if type(value) is float and not math.isfinite(value):
-            # A literal too large for a float reads as infinity; nan has none.
+            # A literal too large for a float is infinity; there is none for nan.
             return {math.inf: "1e999", -math.inf: "-1e999"}.get(value)
         plain_types = (bool, int, float, str, bytes, type(None))
         return repr(value) if type(value) in plain_types else None
@@ -92,17 +93,17 @@ class GinText:
         return f"({texts[0]},)" if len(texts) == 1 else "(" + ", ".join(texts) + ")"
 
     def _name(self, thing: Any) -> str | None:
-        """Imports the module of a class or function; None if it has no such place."""
-        found: Any = sys.modules.get(thing.__module__)
+        """Returns the name of a class or function, None if it cannot be imported."""
+        value: Any = sys.modules.get(thing.__module__)
         for part in thing.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if found is not thing:
+            value = getattr(value, part, None)
+        if value is not thing:
             return None
         if thing.__module__ not in self._imports:
             name = base = thing.__module__.rpartition(".")[2]
-            taken = {"gin", *self._imports.values()}
+            used = {"gin", *self._imports.values()}
             number = 2
-            while name in taken:
+            while name in used:
                 name, number = f"{base}_{number}", number + 1
             self._imports[thing.__module__] = name
         return f"{self._imports[thing.__module__]}.{thing.__qualname__}"

@@ -1,7 +1,7 @@
 """Walks a config: a tree of frozen dataclasses, tuples, lists and dicts.
 
-A path names a place in the tree: `model.num_layers`, `hooks.0.every`. A flat config
-maps each path to a plain (JSON) value; a dataclass stands in it as its class name.
+A path names a value in the tree: `model.num_layers`, `hooks.0.every`. A flat config
+maps each path to a plain (JSON) value; a dataclass is represented by its class name.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ ABSENT = _Absent()
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One path at which two flat configs differ; a missing side is ABSENT."""
+    """A path at which two flat configs differ; a missing value is ABSENT."""
 
     path: str
     old: Any
@@ -50,12 +50,12 @@ def join(path: str, name: Any) -> str:
 
 
 def init_fields(node: Any) -> list[dataclasses.Field]:
-    """Fields that are arguments; what `__post_init__` derives is not configuration."""
+    """Returns the fields that are arguments, not those that `__post_init__` derives."""
     return [field for field in dataclasses.fields(node) if field.init]
 
 
 def children(value: Any) -> list[tuple[str, Any]]:
-    """Named parts of a node, or of a container that holds a node somewhere."""
+    """Returns the named parts of a node, or of a container with a node inside."""
     if is_node(value):
         return [
             (field.name, getattr(value, field.name)) for field in init_fields(value)
@@ -70,14 +70,14 @@ def children(value: Any) -> list[tuple[str, Any]]:
 
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (path, value) of every place below the root, parents first."""
+    """Yields (path, value) of everything below the root, parents first."""
     for name, child in children(value):
         yield join(path, name), child
         yield from walk(child, join(path, name))
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """Returns {path: plain value}; a dataclass appears as its class name."""
+    """Returns {path: plain value}; a dataclass is represented by its class name."""
     flat = {}
     for path, value in walk(config):
         if is_node(value):
@@ -88,22 +88,22 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def at_default(config: Any, path: str = "") -> set[str]:
-    """Returns the paths of fields that hold the default of their class."""
-    found = set()
+    """Returns the paths of fields that have the default of their class."""
+    paths = set()
     for field in init_fields(config) if is_node(config) else ():
         value, here = getattr(config, field.name), join(path, field.name)
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         if value == default:
-            found |= {here, *(below for below, _ in walk(value, here))}
+            paths |= {here, *(below for below, _ in walk(value, here))}
         else:
-            found |= at_default(value, here)
-    return found
+            paths |= at_default(value, here)
+    return paths
 
 
 def plain(value: Any, path: str) -> Any:
-    """Returns `value` as JSON can hold it, the same in every process."""
+    """Converts `value` to a JSON value that is the same in every process."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if value is None or isinstance(value, bool | int | str):
@@ -122,8 +122,8 @@ def plain(value: Any, path: str) -> Any:
         return os.fspath(value)
     if " at 0x" in repr(value):
         raise ValueError(
-            f"{path} holds {label(type(value))}, which prints as a memory address and"
-            " cannot be recorded; make it a dataclass or give it a __repr__"
+            f"{path} is of type {label(type(value))}, which prints as a memory address"
+            " and cannot be recorded; make it a dataclass or give it a __repr__"
         )
     return repr(value)
 
@@ -142,19 +142,19 @@ def _canonical(value: Any) -> str:
 
 
 def digest(config: Any) -> str:
-    """Returns the sha256 of all values, whatever their origin or order."""
+    """Returns the SHA-256 of all values, independent of their origin and order."""
     return hashlib.sha256(_canonical(flatten(config)).encode()).hexdigest()
 
 
 def origin_of(path: str, origins: Mapping[str, str]) -> str:
-    """Returns the origin of `path`, or of the nearest place that it is a part of."""
+    """Returns the origin of `path`, or of its nearest parent that has one."""
     while path and path not in origins:
         path = path.rpartition(".")[0]
     return origins.get(path, "default")
 
 
 def to_json(config: Any, origins: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what `config.json` of a run folder holds."""
+    """Returns the contents of `config.json` in a run folder."""
     values = {
         path: {"value": value, "origin": origin_of(path, origins)}
         for path, value in flatten(config).items()
@@ -170,8 +170,8 @@ def read_run(folder: str | os.PathLike) -> dict[str, Any]:
         return {name: entry["value"] for name, entry in entries.items()}
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}); expected a folder that"
-            " `meshloom train` has written; name another folder"
+            f"{path} cannot be read ({error.strerror}); expected a folder written by"
+            " `meshloom train`; name another folder"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -191,20 +191,20 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def format_diff(changes: Iterable[Change]) -> str:
-    """Returns one aligned line a change: `path  old -> new`."""
+    """Formats changes as aligned lines: `path  old -> new`."""
     changes = list(changes)
     width = max((len(change.path) for change in changes), default=0)
     return "\n".join(f"{c.path:<{width}}  {c.old!r} -> {c.new!r}" for c in changes)
 
 
 def show(config: Any, origins: Mapping[str, str]) -> str:
-    """Returns aligned lines `path = value  # origin` of the complete config."""
+    """Formats the complete config as aligned lines: `path = value  # origin`."""
     nodes = {path for path, value in walk(config) if is_node(value)}
     rows = [
         (path, value if path in nodes else repr(value), origin_of(path, origins))
         for path, value in flatten(config).items()
     ]
     left = max((len(path) for path, _, _ in rows), default=0)
-    # One very long value must not push every origin out of sight.
+    # One very long value must not push all origins out of view.
     right = max((len(value) for _, value, _ in rows if len(value) <= 40), default=0)
     return "\n".join(f"{p:<{left}} = {v:<{right}}  # {o}" for p, v, o in rows)

@@ -1,4 +1,4 @@
-"""Checks a value of a config against the annotation of its field."""
+"""Checks config values against the annotations of their fields."""
 
 import types
 import typing
@@ -9,10 +9,10 @@ from .tree import label
 
 
 def conform(value: Any, annotation: Any) -> Any:
-    """Returns `value` as `annotation` wants it, or raises TypeError.
+    """Returns `value` converted to `annotation`, or raises TypeError.
 
-    An int is made a float where a float is wanted, and a list a tuple. Nothing else
-    is converted: a bool is not an int.
+    An int is converted to a float, and a list to a tuple. Nothing else is converted: a
+    bool is not an int.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (Any, object) or isinstance(annotation, typing.TypeVar):
@@ -67,7 +67,7 @@ def _conform_union(value: Any, alternatives: Sequence[Any]) -> Any:
         except TypeError:
             continue
     _require(value, bool(fits))
-    # An alternative that takes the value as it is goes before one that converts it.
+    # An alternative that accepts the value as it is wins over one that converts it.
     return next((fit for fit in fits if type(fit) is type(value)), fits[0])
 
 
@@ -82,7 +82,7 @@ def _conform_tuple(value: Any, args: tuple[Any, ...]) -> tuple:
 
 
 def members(protocol: type) -> set[str]:
-    """Returns the names that an object needs to fit a Protocol."""
+    """Returns the attributes that an object needs to satisfy a Protocol."""
     names = set()
     for base in protocol.__mro__:
         if getattr(base, "_is_protocol", False) and base is not typing.Protocol:
@@ -91,7 +91,7 @@ def members(protocol: type) -> set[str]:
 
 
 def describe(annotation: Any) -> str:
-    """Returns an annotation in words for a message: `int or None`."""
+    """Formats an annotation for a message: `int or None`."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is None or annotation is type(None):
         return "None"

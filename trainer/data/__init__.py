@@ -1,7 +1,11 @@
-"""Data: sources, documents, packing, shuffling, batches on the devices.
+"""Data: from text files to batches on the devices.
+
+The path of a batch: `sources` opens a split, `documents` finds and splits its files,
+`packing` cuts their tokens into examples, `shuffle` orders the examples, and `batches`
+reads the rows of a step and places them on the devices.
 
 Configs name the sources as `data.Text`, `data.ArrayRecords` and `data.Synthetic`.
-Nothing here imports jax; `data.batches` does.
+Importing this package does not import jax; `data.batches` does.
 """
 
 from .shuffle import Order as Order

@@ -1,7 +1,7 @@
 """Builds a corpus of tokens from text files: `meshloom data build`.
 
-Which document goes into which shard is settled before the first shard is written, so
-a build that was killed goes on where it stood. `corpus_files.py` describes the files.
+Documents are assigned to shards before the first shard is written, so a build that was
+killed resumes where it stopped. `corpus_files.py` describes the files.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from . import corpus_files, documents
 from .tokenizer import Bytes, HuggingFaceTokenizer, Tokenizer, file_digest
 
 SHARD_SIZE = 64 * 2**20
-_SECONDS_BETWEEN_LINES = 5.0
+_PRINT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a build is; finished shards of an earlier start count as done."""
+    """Progress of a build; shards finished by an earlier attempt count as done."""
 
     documents: int
     num_documents: int
@@ -48,30 +48,30 @@ def build(
 ) -> dict[str, Any]:
     """Tokenizes the documents of `path` into the folder `output`; returns the manifest.
 
-    Started again after a kill it continues with the first missing shard, and the
-    result is the same to the byte. A folder built from something else is refused.
+    A build that was killed and is started again resumes at the first missing shard, and
+    the result is identical byte for byte. A folder built from other input is an error.
 
     Args:
-        path: as in `sources.Text`: a folder, a file, a glob or "stdlib".
-        tokenizer: a tokenizer.json file; None stores bytes.
-        shard_size: bytes of text after which a shard is full.
+      path: a folder, a file, a glob or "stdlib", as in `sources.Text`.
+      tokenizer: a tokenizer.json file; None stores bytes.
+      shard_size: bytes of text after which a new shard starts.
     """
     output = Path(output)
     if shard_size < 1:
         raise ValueError(
-            f"data build: shard size is {shard_size}; expected at least 1 byte."
+            f"data build: shard size is {shard_size}; it must be >= 1 byte."
         )
     encoder = HuggingFaceTokenizer(tokenizer, end_token) if tokenizer else Bytes()
-    found = documents.find(path, pattern, what=f"data build: input '{path}'")
-    found = [document for document in found if not _is_inside(document.path, output)]
-    parts = _cut(found, shard_size)
+    inputs = documents.find(path, pattern, what=f"data build: input '{path}'")
+    inputs = [document for document in inputs if not _is_inside(document.path, output)]
+    shards = _assign_to_shards(inputs, shard_size)
     plan = {
         "format": corpus_files.FORMAT,
-        "documents": len(found),
-        "bytes": sum(document.num_bytes for document in found),
-        "listing": documents.listing_digest(found),
+        "documents": len(inputs),
+        "bytes": sum(document.num_bytes for document in inputs),
+        "listing": documents.listing_digest(inputs),
         "shard_size": shard_size,
-        "num_shards": len(parts),
+        "num_shards": len(shards),
         "tokenizer": _tokenizer_facts(encoder),
     }
     with _locked(output):
@@ -79,7 +79,7 @@ def build(
         if (output / corpus_files.MANIFEST).exists():
             return corpus_files.read_json(output / corpus_files.MANIFEST)
         tracker = _Tracker(plan, progress)
-        for number, shard in enumerate(parts):
+        for number, shard in enumerate(shards):
             if corpus_files.path(output, number, ".json").exists():
                 tracker.add(*shard)
             else:
@@ -89,21 +89,23 @@ def build(
 
 
 def _is_inside(path: str, folder: Path) -> bool:
-    """An output folder below the input must not become input when started again."""
+    """Returns whether a file is in `folder`: the output must never become input."""
     folder_path = os.path.abspath(folder)
     return os.path.commonpath([os.path.abspath(path), folder_path]) == folder_path
 
 
-def _cut(found: list[documents.Document], shard_size: int):
-    """Returns the documents of each shard; only the listing decides."""
-    parts, size = [[]], 0
-    for document in found:
+def _assign_to_shards(
+    inputs: list[documents.Document], shard_size: int
+) -> list[list[documents.Document]]:
+    """Returns the documents of each shard, which depend on names and sizes alone."""
+    shards, size = [[]], 0
+    for document in inputs:
         if size >= shard_size:
-            parts.append([])
+            shards.append([])
             size = 0
-        parts[-1].append(document)
+        shards[-1].append(document)
         size += document.num_bytes
-    return parts
+    return shards
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -115,14 +117,14 @@ def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Keeps a second build out of the folder; the lock dies with the process."""
+    """Locks the folder against a second build; the lock is released on exit."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise ValueError(
             f"data build: cannot write to the folder '{output}' ({error.strerror}). "
-            "Name another one as output."
+            "Choose another --output."
         ) from error
     try:
         try:
@@ -130,7 +132,7 @@ def _locked(output: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise ValueError(
                 f"data build: another process is building in '{output}'. Wait for it, "
-                "or name another output."
+                "or choose another --output."
             ) from error
         yield
     finally:
@@ -138,7 +140,7 @@ def _locked(output: Path) -> Iterator[None]:
 
 
 def _start(output: Path, plan: dict[str, Any], tokenizer: str | Path | None) -> None:
-    """Writes the plan into an empty folder, or checks the one that is there."""
+    """Writes the build plan to an empty folder, or checks the existing one."""
     plan_path = output / corpus_files.PLAN
     if plan_path.exists():
         _check_same(output, corpus_files.read_json(plan_path), plan)
@@ -146,8 +148,8 @@ def _start(output: Path, plan: dict[str, Any], tokenizer: str | Path | None) -> 
         others = {file.name for file in output.iterdir()}
         if others - {corpus_files.PLAN + corpus_files.TEMPORARY}:
             raise ValueError(
-                f"data build: '{output}' is not empty and holds no build. Name a new "
-                "folder as output."
+                f"data build: '{output}' is not empty and contains no build. Choose a "
+                "new folder as --output."
             )
         corpus_files.write_json(plan_path, plan)
     if tokenizer and not (output / corpus_files.TOKENIZER).exists():
@@ -155,16 +157,16 @@ def _start(output: Path, plan: dict[str, Any], tokenizer: str | Path | None) -> 
             shutil.copyfile(tokenizer, draft)
 
 
-def _check_same(output: Path, there: dict[str, Any], plan: dict[str, Any]) -> None:
-    different = [
-        f"{key} is {there.get(key)} there and {plan.get(key)} now"
-        for key in sorted(there.keys() | plan.keys())
-        if there.get(key) != plan.get(key)
+def _check_same(output: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    differences = [
+        f"{key} is {old.get(key)} there and {new.get(key)} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
     ]
-    if different:
+    if differences:
         raise ValueError(
-            f"data build: '{output}' holds a build of something else: "
-            f"{'; '.join(different)}. Name another output, or delete the folder."
+            f"data build: '{output}' contains a different build: "
+            f"{'; '.join(differences)}. Choose another --output, or delete the folder."
         )
 
 
@@ -182,7 +184,7 @@ def _write_shard(
     num_records = 0
     data_path = corpus_files.path(output, number, ".arrayrecord")
     with corpus_files.replacing(data_path) as draft:
-        # Grain reads single records fast only in groups of one.
+        # Grain reads single records fast only if each is a group of its own.
         writer = ArrayRecordWriter(str(draft), "group_size:1")
         for row, document in zip(index, shard, strict=True):
             tokens = _encode(document, tokenizer).astype(dtype)
@@ -218,15 +220,15 @@ def _encode(document: documents.Document, tokenizer: Tokenizer) -> np.ndarray:
     if len(data) != document.num_bytes:
         raise ValueError(
             f"data build: '{document.path}' changed during the build: "
-            f"{document.num_bytes} bytes became {len(data)}. Start again with files "
-            "that stay as they are, in a new output folder."
+            f"{document.num_bytes} bytes became {len(data)}. Start again in a new "
+            "--output folder, with files that nothing modifies."
         )
     try:
         return tokenizer.encode(data)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"data build: '{document.path}' is no UTF-8 text (byte {error.start}). "
-            "Convert it, or leave it out of the input."
+            f"data build: '{document.path}' is not UTF-8 text (byte {error.start}). "
+            "Convert it, or exclude it from the input."
         ) from error
 
 
@@ -236,14 +238,14 @@ def _document_digest(document: documents.Document, tokens: np.ndarray) -> np.nda
 
 
 def _check_written(path: Path, num_records: int) -> None:
-    """The writer says nothing of a full disk, so what it wrote is opened again."""
+    """Reads the file back, because the writer does not report a full disk."""
     from array_record.python.array_record_module import ArrayRecordReader
 
-    found = ArrayRecordReader(str(path)).num_records() if path.exists() else 0
-    if found != num_records:
+    actual = ArrayRecordReader(str(path)).num_records() if path.exists() else 0
+    if actual != num_records:
         raise ValueError(
-            f"data build: '{path}' holds {found} records after writing {num_records}. "
-            "Look for a full disk, then run the same command again."
+            f"data build: '{path}' has {actual} records after writing {num_records}. "
+            "Check whether the disk is full, then run the same command again."
         )
 
 
@@ -266,7 +268,7 @@ def _write_manifest(output: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "dtype": corpus_files.token_dtype(plan["tokenizer"]["vocab_size"]).name,
         "record_tokens": corpus_files.RECORD_TOKENS,
         "tokenizer": plan["tokenizer"],
-        # Of names and tokens in order: the same however the shards are cut.
+        # Of names and tokens in order, so it does not depend on the shard size.
         "digest": digest.hexdigest(),
         "shards": facts,
     }
@@ -275,7 +277,7 @@ def _write_manifest(output: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tracker:
-    """Counts what is done and tells the progress callback."""
+    """Counts what is done and calls the progress callback."""
 
     def __init__(self, plan: dict[str, Any], callback):
         self._callback = callback
@@ -284,15 +286,15 @@ class _Tracker:
         )
 
     def add(self, *added: documents.Document) -> None:
-        self._tell(
+        self._report(
             documents=self._now.documents + len(added),
             bytes=self._now.bytes + sum(document.num_bytes for document in added),
         )
 
     def end_shard(self) -> None:
-        self._tell(shards=self._now.shards + 1)
+        self._report(shards=self._now.shards + 1)
 
-    def _tell(self, **changes: int) -> None:
+    def _report(self, **changes: int) -> None:
         self._now = dataclasses.replace(self._now, **changes)
         if self._callback:
             self._callback(self._now)
@@ -301,7 +303,7 @@ class _Tracker:
 def build_with_progress(
     path: str, output: str | Path, **settings: Any
 ) -> dict[str, Any]:
-    """`build` with a progress bar, or with plain lines where there is no terminal."""
+    """Runs `build` with a progress bar, or with plain lines if not on a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -338,13 +340,13 @@ def _build_with_bar(console: Any, path: str, output: str | Path, settings: Any):
 
 
 class _Lines:
-    """Prints a line of progress every few seconds."""
+    """Prints a progress line every few seconds."""
 
     def __init__(self):
         self._last = time.monotonic()
 
     def __call__(self, now: Progress) -> None:
-        if time.monotonic() - self._last < _SECONDS_BETWEEN_LINES:
+        if time.monotonic() - self._last < _PRINT_SECONDS:
             return
         self._last = time.monotonic()
         print(

@@ -1,13 +1,13 @@
-"""The files of a built corpus: their names, how they are written, and reading them.
+"""The files of a built corpus: names, writing and reading.
 
-A build folder holds `plan.json` (what is being built), for each shard NUMBER the files
-`shard-NUMBER.arrayrecord` (the tokens), `shard-NUMBER.npy` (one row a document) and
+A build folder contains `plan.json` (what is being built), for each shard NUMBER the
+files `shard-NUMBER.arrayrecord` (tokens), `shard-NUMBER.npy` (one row per document) and
 `shard-NUMBER.json` (counts and digests), and at the end `manifest.json`. Each file is
-written under another name and renamed when complete, a shard's `.json` after its other
-two: a file that is there is whole, and a shard with a `.json` is done.
+written under a temporary name and renamed when complete, a shard's `.json` after its
+other two. So a file that exists is complete, and a shard with a `.json` is done.
 
 A document is stored as records of RECORD_TOKENS tokens (the last may be shorter), so
-that a window of a long document does not cost reading all of it.
+reading a window of a long document does not read all of it.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def read_json(target: Path) -> dict[str, Any]:
 
 
 class Corpus:
-    """A complete build, opened: `manifest`, `index` (a row a document) and tokens."""
+    """An opened, complete build: `manifest`, `index` (one row per document), tokens."""
 
     def __init__(self, folder: str, *, what: str):
         import grain
@@ -76,7 +76,7 @@ class Corpus:
         self._records = grain.sources.ArrayRecordDataSource(names)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Returns the tokens [start, stop) of a document; reads no other records."""
+        """Returns tokens [start, stop) of a document, reading only their records."""
         size = self._record_tokens
         base = int(self._first_record[document])
         first, last = start // size, -(-stop // size)
@@ -89,28 +89,28 @@ def _load_index(root: Path, number: int, facts: dict[str, Any], what: str):
     file = path(root, number, ".npy")
     if not file.exists() or file_digest(file) != facts["index_digest"]:
         raise ValueError(
-            f"{what}: '{file}' is not the file that was built. Delete the folder and "
-            "build it again."
+            f"{what}: '{file}' is missing or was changed after the build. Delete the "
+            "folder and build it again."
         )
     return np.load(file)
 
 
 def load_manifest(folder: str, *, what: str) -> dict[str, Any]:
-    """Returns the manifest of a complete build whose files have their right sizes."""
+    """Returns the manifest of a complete build, and checks the sizes of its files."""
     root = Path(folder)
     if not root.is_dir():
         raise ValueError(
-            f"{what}: no folder '{folder}' (looked from '{os.getcwd()}'). Build it "
+            f"{what}: no folder '{folder}' (relative to '{os.getcwd()}'). Build it "
             "with `meshloom data build`, or correct the path."
         )
     if not (root / MANIFEST).exists():
         if (root / PLAN).exists():
             raise ValueError(
                 f"{what}: the build of this corpus is not complete. Run the same "
-                "`meshloom data build` command again: it goes on where it stopped."
+                "`meshloom data build` command again: it resumes where it stopped."
             )
         raise ValueError(
-            f"{what}: the folder holds no {MANIFEST}. Build a corpus with `meshloom "
+            f"{what}: the folder contains no {MANIFEST}. Build a corpus with `meshloom "
             "data build`, or read text files with the source Text."
         )
     manifest = read_json(root / MANIFEST)
@@ -124,7 +124,7 @@ def load_manifest(folder: str, *, what: str) -> dict[str, Any]:
         size = file.stat().st_size if file.exists() else 0
         if size != facts["file_bytes"]:
             raise ValueError(
-                f"{what}: '{file}' has {size} bytes, the manifest says "
+                f"{what}: '{file}' has {size} bytes, but the manifest says "
                 f"{facts['file_bytes']}. Delete the folder and build it again."
             )
     return manifest

@@ -1,8 +1,8 @@
-"""Documents packed into examples of one length, with random access.
+"""Packs documents into examples of a fixed length, with random access.
 
 The stream of a split is its documents in order, each followed by the end token.
 Example i covers the tokens [i * length, i * length + length + 1) of the stream, so
-every token but the first is a target exactly once. The last, incomplete window is
+every token except the first is a target exactly once. The last, incomplete window is
 dropped.
 """
 
@@ -17,17 +17,17 @@ Read = Callable[[int, int, int], np.ndarray]
 
 
 class PackedDataset:
-    """Language-model examples of a list of documents; see the module docstring.
+    """Language-model examples from a list of documents; see the module docstring.
 
     Args:
-        lengths: tokens of each document, the end token not counted.
-        num_bytes: size of the text that became these tokens.
-        separate_documents: add `segments` and `positions`. The end token, as an input,
-            opens the next document: it stands at position 0 of that segment, so the
-            first token of a document is predicted without a view of the one before.
-        what: the object that error messages speak of.
-        about: facts that `describe` passes on.
-        files: {name: path} of what the documents are read from, if they are files.
+      lengths: tokens of each document, without the end token.
+      num_bytes: size of the text that became these tokens.
+      separate_documents: add `segments` and `positions`. As an input, the end token
+        starts the next document: it has position 0 of that segment, so the first token
+        of a document is predicted without attending to the previous one.
+      what: prefix of error messages.
+      about: entries that `describe` includes.
+      files: {name: path} of the files the documents are read from, if any.
     """
 
     unit = "tokens"
@@ -59,9 +59,9 @@ class PackedDataset:
         self.num_tokens = int(self._offsets[-1])
         if self.num_tokens < length + 1:
             raise ValueError(
-                f"{what}: the split holds {self.num_tokens} tokens, but one example of "
-                f"length {length} takes {length + 1}. The longest possible length is "
-                f"{self.num_tokens - 1}; lower it, or give the split more data."
+                f"{what}: the split has {self.num_tokens} tokens, but one example of "
+                f"length {length} needs {length + 1}. Lower length to at most "
+                f"{self.num_tokens - 1}, or add data to the split."
             )
 
     def __len__(self) -> int:
@@ -93,15 +93,15 @@ class PackedDataset:
         return example
 
     def _segments(self, ends: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns segment numbers and positions, given where end tokens stand."""
-        starts = np.zeros(self._length, np.int32)
+        """Returns segment numbers and positions, given the indices of end tokens."""
+        is_start = np.zeros(self._length, np.int32)
         ends = ends[ends < self._length]
-        starts[ends] = 1
-        places = np.arange(self._length, dtype=np.int32)
-        openings = np.maximum.accumulate(places * starts)
+        is_start[ends] = 1
+        indices = np.arange(self._length, dtype=np.int32)
+        segment_starts = np.maximum.accumulate(indices * is_start)
         return {
-            "segments": 1 + np.cumsum(starts, dtype=np.int32),
-            "positions": places - openings,
+            "segments": 1 + np.cumsum(is_start, dtype=np.int32),
+            "positions": indices - segment_starts,
         }
 
     def files(self) -> Mapping[str, str]:
@@ -119,6 +119,6 @@ class PackedDataset:
         }
 
     def loss_units(self, loss: float) -> dict[str, float]:
-        """Returns the loss (nats per token) in bits per byte of text."""
+        """Converts a loss in nats per token to bits per byte of text."""
         tokens_per_byte = self.num_tokens / self._num_bytes
         return {"bits_per_byte": loss / math.log(2) * tokens_per_byte}

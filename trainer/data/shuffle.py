@@ -1,9 +1,9 @@
-"""The order of a run's examples: arithmetic on the step number, with no state.
+"""The order of a run's examples, computed from the step number without any state.
 
-Example number k of a run (counted over all batches) belongs to epoch k // N at place
-k % N; a keyed permutation of range(N), another one for every epoch, says which
-example of the dataset that is. The arithmetic is our own and fixed, so no upgrade of
-another library can change the order of a run.
+Example k of a run (counted over all batches) is at position k % N of epoch k // N. A
+keyed permutation of range(N), with a different key for every epoch, maps that position
+to an example of the dataset. The arithmetic is our own and never changes, so no upgrade
+of another library can change the order of a run.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-# Odd constants with evenly spread bits; wrapping uint64 multiplication is intended.
+# The constants of SplitMix64; uint64 multiplication is meant to wrap around.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -33,20 +33,20 @@ def keys(seed: int, numbers: Any) -> np.ndarray:
     return mix(mix(seeds + _STEP) + numbers * _STEP)
 
 
-def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Returns where a keyed permutation of range(size) sends each place.
+def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """Applies a keyed permutation of range(size) to each position.
 
     A Feistel network on pairs (left, right) of a grid of a x b >= size cells. The grid
-    has fewer than a cells too many, so a place that lands on one of those is permuted
-    again, which seldom happens and always ends.
+    has fewer than a extra cells. A position that lands on one of them is permuted
+    again, which is rare and always terminates.
     """
     num_left = np.uint64(math.isqrt(size - 1) + 1)
     num_right = np.uint64(-(-size // int(num_left)))
     one = np.uint64(1)
     first_keys = keys
-    left, right = np.divmod(places.astype(np.uint64), num_right)
+    left, right = np.divmod(positions.astype(np.uint64), num_right)
     for _ in range(_NUM_ROUNDS // 2):
-        # Halved, so that the sum cannot wrap around.
+        # Shifted right by one bit so that the sum cannot wrap around.
         left = (left + (mix(right * _STEP + keys) >> one)) % num_left
         keys = keys + _MIX_1
         right = (right + (mix(left * _STEP + keys) >> one)) % num_right
@@ -60,7 +60,7 @@ def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Which example of the dataset is number k of the run."""
+    """Maps example k of the run to an example of the dataset."""
 
     num_examples: int
     seed: int = 0
@@ -69,24 +69,22 @@ class Order:
     def __post_init__(self):
         if self.num_examples < 1:
             raise ValueError(
-                f"Order: num_examples is {self.num_examples}; an order needs at least "
-                "one example."
+                f"Order: num_examples is {self.num_examples}; it must be >= 1."
             )
 
     def index(self, k: Any) -> tuple[Any, Any]:
-        """Returns (epoch, index in the dataset) of example number k.
+        """Returns (epoch, index in the dataset) of example k of the run.
 
-        Two integers for an integer, two int64 arrays for an array of numbers.
+        The result is two integers if k is an integer, and two int64 arrays if k is an
+        array.
         """
         numbers = np.asarray(k, dtype=np.int64)
         if (numbers < 0).any():
-            raise ValueError(
-                f"Order: example number {k} is negative; counting is at 0."
-            )
-        epochs, places = np.divmod(np.atleast_1d(numbers), self.num_examples)
+            raise ValueError(f"Order: example number is {k}; it must be >= 0.")
+        epochs, indices = np.divmod(np.atleast_1d(numbers), self.num_examples)
         if self.shuffle:
             epoch_keys = keys(self.seed, epochs)
-            places = permute(places, self.num_examples, epoch_keys).astype(np.int64)
+            indices = permute(indices, self.num_examples, epoch_keys).astype(np.int64)
         if numbers.ndim == 0:
-            return int(epochs[0]), int(places[0])
-        return epochs, places
+            return int(epochs[0]), int(indices[0])
+        return epochs, indices

@@ -1,6 +1,6 @@
-"""Sources: where examples come from, as nodes of the config.
+"""Sources: config nodes that say where examples come from.
 
-A source is plain data; files are touched by `open` alone. Nothing here knows of jax.
+A source is plain data; only `open` touches files. Nothing here imports jax.
 """
 
 import dataclasses
@@ -12,59 +12,59 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from . import corpus_files, documents, shuffle
+from .documents import DEFAULT_HOLDOUT, FileReader, Holdout, Span, Split
 from .packing import PackedDataset
-from .splits import DEFAULT_HOLDOUT, Piece, Shares, Split
 from .tokenizer import Bytes, Tokenizer
 
 
 class Dataset(Protocol):
-    """An opened split: examples with random access, safe to read from threads.
+    """An opened split: random access to its examples, safe to read from threads.
 
-    Training reads example i of epoch e by `example(i, e)` where a dataset has that,
-    for augmentation that differs by epoch. It must be a pure function, as `[i]` is.
+    If a dataset has a method `example(i, epoch)`, training calls it instead of `[i]`,
+    so that augmentation can differ by epoch. Both must be pure functions.
 
-    Throughput is counted in examples, unless the dataset names what its examples are
-    made of: `unit`, a plural noun such as "tokens", and `units_per_example`.
+    Throughput is counted in examples, unless the dataset names a smaller unit: `unit`,
+    a plural noun such as "tokens", and `units_per_example`.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> dict[str, np.ndarray]:
-        """Returns example i: named arrays, of the same shapes for every i."""
+        """Returns example i as named arrays, whose shapes are the same for every i."""
         ...
 
     def describe(self) -> dict[str, Any]:
         """Returns counts and path, for the log.
 
-        A `digest` among them stands for the contents of the split. Without one, and
-        without a method `files() -> {name: path}`, examples are read to make one.
+        An entry `digest` identifies the contents of the split. Without it, and without
+        a method `files() -> {name: path}`, the trainer reads examples to compute one.
         """
         ...
 
     def loss_units(self, loss: float) -> dict[str, float]:
-        """Returns a mean loss in the data's own units, {} if there is none."""
+        """Returns a mean loss in units of the data, such as bits per byte, or {}."""
         ...
 
 
 class Source(Protocol):
-    """A node of the config that opens datasets."""
+    """A config node that opens datasets."""
 
     def open(self, split: Split) -> Dataset: ...
 
 
 def throughput_unit(dataset: Dataset) -> tuple[str, int]:
-    """Returns what throughput is counted in, and how many of them an example has."""
+    """Returns the unit of throughput and the number of units per example."""
     unit = getattr(dataset, "unit", "examples")
     count = getattr(dataset, "units_per_example", 1)
     name = type(dataset).__name__
     if not (isinstance(unit, str) and unit.isidentifier()):
         raise ValueError(
             f"dataset {name}: unit is {unit!r}; expected one word, for instance "
-            "'images', which names the figure images_per_s."
+            "'images', which gives the metric images_per_s."
         )
     if count < 1:
         raise ValueError(
-            f"dataset {name}: units_per_example is {count}; expected >= 1 {unit}."
+            f"dataset {name}: units_per_example is {count}; it must be >= 1 {unit}."
         )
     return unit, count
 
@@ -74,17 +74,19 @@ class Text:
     """Text files as bytes: tokens 0 to 255, and 256 for the end of a document.
 
     Attributes:
-        path: a folder, a file, a glob, or "stdlib" for the source of Python's own
-            standard library (a folder of that name is "./stdlib").
-        length: tokens of an example.
-        pattern: which files of the folder; None takes all that are not hidden.
-        holdout: share of the documents, chosen by a hash of the name, for evaluation;
-            of a single document, its end. None for 0.05, or 0 with an eval_path.
-        eval_path: the documents of the evaluation, as `path`; none of them is trained
-            on, even if `path` holds them too.
-        test_holdout, test_path: the same for a third split, the test.
-        separate_documents: add `segments` and `positions`, so that the model keeps
-            documents packed into one example apart.
+      path: a folder, a file, a glob, or "stdlib" for the source of Python's own
+        standard library (write "./stdlib" for a folder of that name).
+      length: tokens per example.
+      pattern: a glob that selects files of the folder; None means all that are not
+        hidden.
+      holdout: fraction of the documents held out for evaluation, selected by a hash of
+        the name; the end of a single document. None means 0.05, or 0 with an eval_path.
+      eval_path: documents to evaluate on, in the form of `path`. They are never trained
+        on, even if `path` contains them too.
+      test_holdout: like holdout, for a third split, "test".
+      test_path: like eval_path, for the test split.
+      separate_documents: add `segments` and `positions`, so that attention does not
+        cross the boundaries of documents packed into one example.
     """
 
     path: str
@@ -101,24 +103,24 @@ class Text:
 
     def open(self, split: Split) -> PackedDataset:
         _check_split(self, split)
-        named = {name: self._named(name) for name in ("eval", "test")}
-        what, found = f"Text(path='{self.path}')", named.get(split)
-        if found:
-            pieces = [Piece(i, 0, each.num_bytes) for i, each in enumerate(found)]
+        own = {name: self._own_documents(name) for name in ("eval", "test")}
+        what, corpus = f"Text(path='{self.path}')", own.get(split)
+        if corpus:
+            spans = [Span(i, 0, each.num_bytes) for i, each in enumerate(corpus)]
         else:
-            apart = {_real(each) for each in named["eval"] + named["test"]}
-            found = documents.find(self.path, self.pattern, what=what)
-            found = [each for each in found if _real(each) not in apart]
-            sizes = np.array([each.num_bytes for each in found], np.int64)
-            keys = [documents.split_key(each.name) for each in found]
-            pieces = _shares(self).choose(keys, sizes, split, what)
-        chosen = [found[piece.document] for piece in pieces]
+            held_out = {_real_path(each) for each in own["eval"] + own["test"]}
+            corpus = documents.find(self.path, self.pattern, what=what)
+            corpus = [each for each in corpus if _real_path(each) not in held_out]
+            sizes = np.array([each.num_bytes for each in corpus], np.int64)
+            keys = [documents.split_key(each.name) for each in corpus]
+            spans = _holdout(self).select(keys, sizes, split, what)
+        selected = [corpus[span.document] for span in spans]
         return PackedDataset(
-            np.array([len(piece) for piece in pieces], np.int64),
-            _FileReader(chosen, [piece.start for piece in pieces]),
+            np.array([len(span) for span in spans], np.int64),
+            FileReader(selected, [span.start for span in spans]),
             end=Bytes.end,
             length=self.length,
-            num_bytes=sum(map(len, pieces)),
+            num_bytes=sum(map(len, spans)),
             separate_documents=self.separate_documents,
             what=f"{what}, split '{split}'",
             about={
@@ -127,11 +129,11 @@ class Text:
                 "split": split,
                 "vocab_size": Bytes.vocab_size,
             },
-            files={each.name: each.path for each in chosen},
+            files={each.name: each.path for each in selected},
         )
 
-    def _named(self, split: Split) -> list[documents.Document]:
-        """The documents that a path of its own names for a split; [] without one."""
+    def _own_documents(self, split: Split) -> list[documents.Document]:
+        """Returns the documents of a split's own path, [] if it has none."""
         name = f"{split}_path"
         path = getattr(self, name)
         return documents.find(path, what=f"Text({name}='{path}')") if path else []
@@ -144,8 +146,9 @@ class Text:
 class ArrayRecords:
     """A corpus that `meshloom data build` wrote into the folder `path`.
 
-    The other attributes are those of `Text`; equal names give equal splits. The paths
-    of other splits are built corpora of the same tokenizer.
+    The other attributes are those of `Text`, and documents with the same names are
+    split the same way. `eval_path` and `test_path` are corpora built with the same
+    tokenizer.
     """
 
     path: str
@@ -162,46 +165,46 @@ class ArrayRecords:
     def open(self, split: Split) -> PackedDataset:
         _check_split(self, split)
         what = f"ArrayRecords(path='{self.path}')"
-        named = getattr(self, f"{split}_path", None)
-        if named:
-            what = f"ArrayRecords({split}_path='{named}')"
-        built = corpus_files.Corpus(named or self.path, what=what)
-        tokens = built.index["tokens"]
-        if named:
-            self._check_tokenizer(built.manifest, what)
-            pieces = [Piece(i, 0, int(n)) for i, n in enumerate(tokens)]
+        own_path = getattr(self, f"{split}_path", None)
+        if own_path:
+            what = f"ArrayRecords({split}_path='{own_path}')"
+        corpus = corpus_files.Corpus(own_path or self.path, what=what)
+        tokens = corpus.index["tokens"]
+        if own_path:
+            self._check_tokenizer(corpus.manifest, what)
+            spans = [Span(i, 0, int(n)) for i, n in enumerate(tokens)]
         else:
-            keys = built.index["key"].tolist()
-            pieces = _shares(self).choose(keys, tokens, split, what)
-        sizes = built.index["bytes"]
-        shares = [sizes[p.document] * len(p) / tokens[p.document] for p in pieces]
+            keys = corpus.index["key"].tolist()
+            spans = _holdout(self).select(keys, tokens, split, what)
+        sizes = corpus.index["bytes"]
+        num_bytes = [sizes[s.document] * len(s) / tokens[s.document] for s in spans]
         return PackedDataset(
-            np.array([len(piece) for piece in pieces], np.int64),
-            lambda i, start, stop: built.read(
-                pieces[i].document, pieces[i].start + start, pieces[i].start + stop
+            np.array([len(span) for span in spans], np.int64),
+            lambda i, start, stop: corpus.read(
+                spans[i].document, spans[i].start + start, spans[i].start + stop
             ),
-            end=built.manifest["end"],
+            end=corpus.manifest["end"],
             length=self.length,
-            num_bytes=round(sum(shares)),
+            num_bytes=round(sum(num_bytes)),
             separate_documents=self.separate_documents,
             what=f"{what}, split '{split}'",
             about={
                 "source": "ArrayRecords",
-                "path": named or self.path,
+                "path": own_path or self.path,
                 "split": split,
-                "vocab_size": built.manifest["vocab_size"],
-                "digest": built.manifest["digest"],
+                "vocab_size": corpus.manifest["vocab_size"],
+                "digest": corpus.manifest["digest"],
             },
         )
 
     def _check_tokenizer(self, manifest: dict[str, Any], what: str) -> None:
-        ours = corpus_files.load_manifest(
+        train = corpus_files.load_manifest(
             self.path, what=f"ArrayRecords(path='{self.path}')"
         )
-        if manifest["tokenizer"] != ours["tokenizer"]:
+        if manifest["tokenizer"] != train["tokenizer"]:
             raise ValueError(
-                f"{what}: it was built with another tokenizer than '{self.path}' "
-                f"({manifest['tokenizer']}, not {ours['tokenizer']}). Build both with "
+                f"{what}: it was built with a different tokenizer than '{self.path}' "
+                f"({manifest['tokenizer']}, not {train['tokenizer']}). Build both with "
                 "the same --tokenizer."
             )
 
@@ -213,11 +216,11 @@ class ArrayRecords:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """Walks on a random graph where each token has `branches` equally likely followers.
+    """Random walks on a graph; each token has `branches` equally likely successors.
 
-    No model can do better than a loss of ln(branches), and a good one comes close.
-    All splits walk on the same graph and share no example. The test split is as large
-    as the one for evaluation.
+    The lowest possible loss is ln(branches), and a good model comes close to it. All
+    splits are walks on the same graph and share no example. The test split is as large
+    as the eval split.
     """
 
     vocab_size: int
@@ -251,7 +254,7 @@ class SyntheticDataset:
         self._split = split
         self.units_per_example = source.length
         tokens = np.arange(source.vocab_size)
-        self._followers = shuffle.permute(
+        self._successors = shuffle.permute(
             tokens, source.vocab_size, shuffle.keys(source.seed, tokens * 0)
         ).tolist()
 
@@ -263,8 +266,8 @@ class SyntheticDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"example {i} of a dataset of {len(self)} examples")
         source = self._source
-        # Odd numbers are keys of the train split, even ones of the eval split, and
-        # those that no eval split reaches, of the test split.
+        # Odd numbers are keys of the train split and even ones of the eval split. The
+        # test split has even numbers that no eval split reaches.
         number = 1 + 2 * i + (self._split != "train")
         if self._split == "test":
             number += 2**62
@@ -273,7 +276,7 @@ class SyntheticDataset:
         token = int(draws[0] % np.uint64(source.vocab_size))
         tokens = [token]
         for branch in (draws[1:] % np.uint64(source.branches)).tolist():
-            token = self._followers[(token + branch) % source.vocab_size]
+            token = self._successors[(token + branch) % source.vocab_size]
             tokens.append(token)
         array = np.array(tokens, np.int32)
         return {
@@ -299,41 +302,15 @@ class SyntheticDataset:
         return {}
 
 
-class _FileReader:
-    """Reads pieces of files; a file that changed since the listing is an error.
-
-    Args:
-        starts: where in each file its tokens begin.
-    """
-
-    def __init__(self, files: list[documents.Document], starts: list[int]):
-        self._files, self._starts = files, starts
-
-    def __call__(self, i: int, start: int, stop: int) -> np.ndarray:
-        listed = self._files[i]
-        with open(listed.path, "rb", buffering=0) as file:
-            now = os.fstat(file.fileno())
-            file.seek(self._starts[i] + start)
-            data = file.read(stop - start)
-        seen = (now.st_size, now.st_mtime_ns, len(data))
-        if seen != (listed.num_bytes, listed.mtime_ns, stop - start):
-            raise ValueError(
-                f"'{listed.path}' was changed while it was in use ({now.st_size:,} "
-                f"bytes, {listed.num_bytes:,} when it was opened). Bring back what the "
-                "run began with, and start it again: it compares the contents."
-            )
-        return np.frombuffer(data, np.uint8)
-
-
-def _real(document: documents.Document) -> str:
+def _real_path(document: documents.Document) -> str:
     return os.path.realpath(document.path)
 
 
-def _shares(source: Text | ArrayRecords) -> Shares:
-    """Of the documents of `path`; a split with a path of its own takes none of them."""
+def _holdout(source: Text | ArrayRecords) -> Holdout:
+    """Returns what to hold out of `path`; 0 for a split that has its own path."""
     default = 0.0 if source.eval_path else DEFAULT_HOLDOUT
-    held_out = default if source.holdout is None else source.holdout
-    return Shares(held_out, source.test_holdout)
+    fraction = default if source.holdout is None else source.holdout
+    return Holdout(fraction, source.test_holdout)
 
 
 def _check_text(source: Text | ArrayRecords) -> None:
@@ -341,23 +318,23 @@ def _check_text(source: Text | ArrayRecords) -> None:
     if not source.path:
         raise ValueError(f"{name}: path is empty; name a folder.")
     _check_positive(source, "length")
-    shares = {"holdout": source.holdout or 0.0, "test_holdout": source.test_holdout}
+    fractions = {"holdout": source.holdout or 0.0, "test_holdout": source.test_holdout}
     paths = {"holdout": "eval_path", "test_holdout": "test_path"}
-    for setting, share in shares.items():
-        if not 0 <= share < 1:
+    for setting, fraction in fractions.items():
+        if not 0 <= fraction < 1:
             raise ValueError(
-                f"{name}: {setting} is {share}; expected a share of the documents, at "
-                "least 0 and below 1."
+                f"{name}: {setting} is {fraction}; expected a fraction of the "
+                "documents, >= 0 and < 1."
             )
-        if share and getattr(source, paths[setting]) is not None:
+        if fraction and getattr(source, paths[setting]) is not None:
             raise ValueError(
-                f"{name}: {setting}={share} has no effect with {paths[setting]}, which "
-                "names the documents. Leave one of them out."
+                f"{name}: {setting}={fraction} has no effect with {paths[setting]}, "
+                "which already selects the documents. Remove one of them."
             )
-    if sum(shares.values()) >= 1:
+    if sum(fractions.values()) >= 1:
         raise ValueError(
             f"{name}: holdout={source.holdout} and test_holdout={source.test_holdout} "
-            "leave nothing to train on; expected less than 1 in all."
+            "leave nothing to train on; their sum must be < 1."
         )
 
 
@@ -365,7 +342,7 @@ def _check_positive(source: Any, name: str) -> None:
     value = getattr(source, name)
     if value < 1:
         raise ValueError(
-            f"{type(source).__name__}: {name} is {value}; expected at least 1."
+            f"{type(source).__name__}: {name} is {value}; it must be >= 1."
         )
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text to numbers and back."""
+"""Tokenizers: text to token ids and back."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-# Marks that published tokenizers end a document with, the commonest first.
+# Tokens with which published tokenizers end a document, most common first.
 _END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -19,9 +19,9 @@ _END_TOKENS = (
 
 
 class Tokenizer(Protocol):
-    """What a source and `meshloom generate` need of a tokenizer.
+    """What a source and `meshloom generate` need from a tokenizer.
 
-    `end` is the token after each document; it is also the one that opens a text.
+    `end` is the token after each document; it also starts a text to be generated.
     """
 
     @property
@@ -46,7 +46,7 @@ class Bytes:
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text; end tokens vanish, broken UTF-8 becomes U+FFFD."""
+        """Returns the text without end tokens; invalid UTF-8 becomes U+FFFD."""
         ids = np.asarray(ids)
         if ids.size and (ids.min() < 0 or ids.max() > self.end):
             raise ValueError(
@@ -61,8 +61,8 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` package (an extra).
 
     Args:
-        end_token: the token that ends a document, as text or as number; None looks for
-            one of the usual ones.
+      end_token: the token that ends a document, as text or id; None looks for one of
+        the common ones.
     """
 
     def __init__(self, path: str | Path, end_token: str | int | None = None):
@@ -85,7 +85,7 @@ class HuggingFaceTokenizer:
                 f"tokenizer '{path}': not a tokenizer.json file ({error}). Save one "
                 "with `tokenizers.Tokenizer.save`."
             ) from error
-        # Files may carry settings that would cut or pad every document.
+        # The file may contain settings that truncate or pad every document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -115,11 +115,11 @@ def file_digest(path: str | Path) -> str:
 
 def _find_end(path: str | Path, vocabulary: dict[str, int], token: str | None) -> int:
     candidates = _END_TOKENS if token is None else (token,)
-    found = [name for name in candidates if name in vocabulary]
-    if not found:
+    known = [name for name in candidates if name in vocabulary]
+    if not known:
         raise ValueError(
-            f"tokenizer '{path}': its {len(vocabulary)} tokens hold none of "
-            f"{', '.join(candidates)} to end a document with. Add such a token to the "
-            "file, or name another one as end_token."
+            f"tokenizer '{path}': none of {', '.join(candidates)} is among its "
+            f"{len(vocabulary)} tokens, so there is none to end a document with. Add "
+            "such a token to the file, or name another one as end_token."
         )
-    return vocabulary[found[0]]
+    return vocabulary[known[0]]

@@ -215,7 +215,7 @@ def _kind(error: Exception | None) -> str:
         return ""
     if isinstance(error, CorruptCheckpoint):
         return CORRUPT
-    if failures.is_for_the_user(error):
+    if failures.is_user_error(error):
         return FIX
     return UNREADABLE if isinstance(error, Unreadable) else OTHER
 

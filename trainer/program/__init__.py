@@ -1,1 +1,1 @@
-"""The train step as a library object, without a run: state, step, optimizers."""
+"""The train step as a library object, independent of a run: state, step, optimizers."""

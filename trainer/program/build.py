@@ -1,8 +1,8 @@
-"""The train step as an object: built from a model, an optimizer and a mesh, no run.
+"""The train step as an object, built from a model, an optimizer and a mesh.
 
-A Program touches no file and no environment, changes no setting of jax, and knows
-nothing of other processes than that its mesh may span them. Two of them on different
-devices can train in one process, and one that is dropped leaves nothing behind.
+A Program reads no files and no environment variables, changes no jax settings, and
+knows about other processes only that its mesh may span them. Two Programs on different
+devices can train in one process, and a Program that is dropped leaves nothing behind.
 """
 
 import dataclasses
@@ -21,25 +21,26 @@ from ...sharding.resolve import resolve_dimensions, spec_of
 from ..data.batches import SAMPLE_IDS
 from . import contract
 from . import step as step_lib
-from .compiled_anew import CompiledAnew
 from .optimizers import Optimizer
 from .pipelining import Pipelining, Staging, make_staging
 from .state import Layout, Model, State, make_layout, placed
+from .uncached import UncachedJit
 
 Batch = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The jitted functions of a model on a mesh, all pure.
+    """The pure, jitted functions of a model on a mesh.
 
     Attributes:
-      batch: a batch as shapes with shardings.
-      staging: how the model runs as a pipeline; None without a pipe axis.
+      batch: shapes, dtypes and shardings of a batch.
+      staging: how the model is pipelined; None without a pipe axis.
       init: key -> state of step 0.
       gradients: (state, batch) -> step.Gradients.
       apply: (state, Gradients) -> (state, metrics).
-      step: (state, batch) -> (state, metrics); bit for bit `gradients`, then `apply`.
+      step: (state, batch) -> (state, metrics); bit-identical to `gradients` followed by
+        `apply`.
       evaluate: (state, batch) -> sums.
     """
 
@@ -61,7 +62,7 @@ class Program:
 
     @property
     def abstract_state(self) -> State:
-        """The state as shapes with shardings, to compile for or restore into."""
+        """Shapes, dtypes and shardings of the state, to compile for or restore into."""
         return self.layout.placed(self.mesh)
 
     @property
@@ -73,7 +74,7 @@ class Program:
         return {name: x.sharding for name, x in self.batch.items()}  # type: ignore
 
     def lower(self) -> Any:
-        """Lowers the step, for exactly these shapes and shardings."""
+        """Lowers the step for the shapes and shardings of this Program."""
         return self.step.lower(self.abstract_state, self.batch)
 
 
@@ -93,20 +94,22 @@ def build(
     facts: Mapping[str, Any] | None = None,
     donate: bool = True,
 ) -> Program:
-    """Builds the Program of a model; raises ValueError for all that does not fit.
+    """Builds the Program of a model; raises ValueError if its arguments do not fit.
 
     Args:
-      optimizer: one of `optimizers`, or any of optax, which has its own learning rate.
+      optimizer: one of `optimizers`, or any optax transformation, which has its own
+        learning rate.
       rules: how logical axes are sharded, for instance `parse_plan("data+fsdp")`.
-      batch: the arrays of a global batch, or their shapes and types. An array
-        `sample_ids` (uint32) numbers the samples, for models that take random keys.
-      learning_rate: of the step number; for optimizers of `optimizers` only.
-      seed: of the random keys of models that take them.
-      num_microbatches: parts of the batch computed one after the other; None is 1, and
+      batch: the arrays of a global batch, or their shapes and dtypes. An array
+        `sample_ids` (uint32) identifies the samples, for models that take random keys.
+      learning_rate: a constant or a function of the step number. It has no effect on
+        optax transformations.
+      seed: for the random keys of models that take them.
+      num_microbatches: number of microbatches, computed sequentially. None means 1, or
         in a pipeline a number with a small bubble.
-      pipeline: how a mesh axis `pipe` larger than 1 is used; None for the defaults.
-      facts: what the data says of itself, for the model's `check_batch`.
-      donate: whether `step` and `apply` take the memory of the state they are given.
+      pipeline: how to use a mesh axis `pipe` larger than 1; None means the defaults.
+      facts: properties of the dataset, for the model's `check_batch`.
+      donate: whether `step` and `apply` donate the buffers of their input state.
     """
     contract.check(model)
     pipeline = pipeline or Pipelining()
@@ -130,7 +133,7 @@ def build(
         state_axes=state_axes,
     )
     num = staging.schedule.num_microbatches if staging else num_microbatches or 1
-    sharded = _sharded(model, shapes, rules, mesh, num)
+    sharded = _shard_batch(model, shapes, rules, mesh, num)
     arrays = {name: x for name, x in sharded.items() if name != SAMPLE_IDS}
     model.check_batch(arrays, dict(facts or {}))
     shard = Sharder(mesh, rules)
@@ -145,15 +148,17 @@ def build(
         max_grad_norm=max_grad_norm,
         skip_grad_norm=skip_grad_norm,
     )
-    state, whole = layout.shardings(mesh), NamedSharding(mesh, P())
-    taken = (state, {name: x.sharding for name, x in sharded.items()})
-    found = step_lib.Gradients(whole, state.params, whole, whole)  # type: ignore
+    state, replicated = layout.shardings(mesh), NamedSharding(mesh, P())
+    inputs = (state, {name: x.sharding for name, x in sharded.items()})
+    grads = step_lib.Gradients(replicated, state.params, replicated, replicated)  # type: ignore
     donated = {"donate_argnums": 0} if donate else {}
 
-    def jit(function: Any, taken: Any, given: Any, **options: Any) -> Any:
-        jitted = jax.jit(function, in_shardings=taken, out_shardings=given, **options)
+    def jit(function: Any, inputs: Any, outputs: Any, **options: Any) -> Any:
+        jitted = jax.jit(
+            function, in_shardings=inputs, out_shardings=outputs, **options
+        )
         if staging is not None and mesh.devices.flat[0].platform == "cpu":
-            return CompiledAnew(jitted)
+            return UncachedJit(jitted)
         return jitted
 
     step = functools.partial(step_lib.train_step, compute=compute, update=update)
@@ -166,19 +171,19 @@ def build(
         sharded,
         staging,
         init=functools.partial(layout.create, mesh=mesh),
-        gradients=jit(compute, taken, found),
-        apply=jit(update, (state, found), (state, whole), **donated),
-        step=jit(step, taken, (state, whole), **donated),
-        evaluate=jit(evaluate, taken, whole),
+        gradients=jit(compute, inputs, grads),
+        apply=jit(update, (state, grads), (state, replicated), **donated),
+        step=jit(step, inputs, (state, replicated), **donated),
+        evaluate=jit(evaluate, inputs, replicated),
     )
-    _refuse_idle_axes(program)
+    _check_idle_axes(program)
     return program
 
 
 def _optimizer(
     optimizer: Any, model: Model, learning_rate: Any
 ) -> tuple[Any, Any, Any]:
-    """A function that makes the optimizer for a schedule, the schedule, state axes."""
+    """Returns (schedule -> optax transformation, the schedule, state axes)."""
     rate = learning_rate
     if not callable(rate):
         rate = optax.constant_schedule(rate)
@@ -197,33 +202,35 @@ def _shapes(model: Model, batch: Mapping[str, Any]) -> Batch:
     for name in batch:
         if name not in axes and name != SAMPLE_IDS:
             raise ValueError(
-                f"the data gives an array {name!r}, which the model does not take; it "
+                f"the data has an array {name!r}, which the model does not take; it "
                 f"takes {', '.join(axes)}"
             )
-    found = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch.items()}
-    if not set(found) - {SAMPLE_IDS}:
+    shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch.items()}
+    if not set(shapes) - {SAMPLE_IDS}:
         raise ValueError(
-            f"the batch holds no array that the model takes; it takes {', '.join(axes)}"
+            f"the batch has no array that the model takes; it takes {', '.join(axes)}"
         )
-    sizes = {name: x.shape[0] for name, x in found.items()}
+    sizes = {name: x.shape[0] for name, x in shapes.items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"the arrays of the batch differ in their rows: {sizes}")
-    return found
+        raise ValueError(
+            f"the arrays of the batch have different numbers of rows: {sizes}"
+        )
+    return shapes
 
 
-def _sharded(
+def _shard_batch(
     model: Model, shapes: Batch, rules: Rules, mesh: Mesh, num_microbatches: int
 ) -> Batch:
-    """The batch with shardings; each microbatch of it must divide as the whole does."""
+    """Adds shardings to the batch; each microbatch must be divisible likewise."""
     axes, batch = model.batch_axes(), {}
     for name, x in shapes.items():
         if name == SAMPLE_IDS:
             continue
         size = x.shape[0]
         micro = (size // num_microbatches, *x.shape[1:])
-        parts = f" in {num_microbatches} microbatches"
-        for shape, words in ((micro, parts), (x.shape, "")):
-            what = f"batch_size {size}{words}, array {name!r}"
+        in_microbatches = f" in {num_microbatches} microbatches"
+        for shape, suffix in ((micro, in_microbatches), (x.shape, "")):
+            what = f"batch_size {size}{suffix}, array {name!r}"
             dimensions = resolve_dimensions(
                 axes[name], shape, rules, mesh, name=what, role="compute"
             )
@@ -237,8 +244,8 @@ def _sharded(
     return batch
 
 
-def _refuse_idle_axes(program: Program) -> None:
-    """Raises ValueError for a mesh axis that would only multiply the devices."""
+def _check_idle_axes(program: Program) -> None:
+    """Raises IdleAxis for a mesh axis over which nothing would be sharded."""
     axes, rules, mesh = program.model.batch_axes(), program.rules, program.mesh
     shapes = {name: x for name, x in program.batch.items() if name in axes}
     names = {name: axes[name] for name in shapes}

@@ -1,6 +1,6 @@
-"""What defines the computation of a run: the part of a config that a Program is of.
+"""The part of a config that defines the computation of a run.
 
-How a run is saved, logged and watched is not here: see run/train.py.
+See run/train.py for how a run is saved, logged and monitored.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ from .state import Layout, Model, make_layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Computation:
-    """Model, data, optimizer, and how they are laid out over devices.
+    """Model, data, optimizer, and how they are sharded over devices.
 
     Attributes:
-      batch_size: examples of one update, over all devices and microbatches.
-      plan: sharding plans joined with +, see meshloom.sharding.plans; "auto" is chosen
-        for the mesh and its devices, as all that is left open below (docs/plan.md).
-      rules: rules of your own, after those of the plan: {"classes": "tensor"} shards
-        the logical axis `classes` over the mesh axis tensor, {"classes": None} never
-        does, a list is tried in order, and {"classes": {"param": "fsdp"}} holds for one
-        role only (param, compute, optimizer).
-      num_microbatches: parts of the batch computed one after the other; in a pipeline
-        they are its microbatches. None is chosen: the fewest that fit in memory, and in
-        a pipeline a number for which little of the step is bubble.
-      pipeline: how a mesh axis pipe larger than 1 is used.
-      max_grad_norm: gradients are scaled down to this global norm; None does not clip.
-      skip_grad_norm: a step whose gradient has a larger norm is left out, as one that
-        is not finite always is; None for no such limit.
-      compiler_options: "xla_NAME=VALUE" of what the step is compiled with.
+      batch_size: examples per update, over all devices and microbatches.
+      plan: sharding plans joined with +, see meshloom.sharding.plans. "auto" is chosen
+        for the mesh and its devices, like every unset value below (docs/plan.md).
+      rules: rules of your own, applied after those of the plan: {"classes": "tensor"}
+        shards the logical axis `classes` over the mesh axis tensor, {"classes": None}
+        never shards it, a list is tried in order, and {"classes": {"param": "fsdp"}}
+        applies to one role only (param, compute, optimizer).
+      num_microbatches: number of microbatches, computed sequentially or by the
+        pipeline. None is chosen: the fewest that fit in memory, and in a pipeline a
+        number with a small bubble.
+      pipeline: how to use a mesh axis pipe larger than 1.
+      max_grad_norm: gradients are clipped to this global norm; None does not clip.
+      skip_grad_norm: an update whose gradient norm is larger is skipped, as a
+        non-finite one always is; None means no limit.
+      compiler_options: "xla_NAME=VALUE", to compile the step with.
     """
 
     model: Model
@@ -57,22 +57,22 @@ class Computation:
     compiler_options: tuple[str, ...] = ()
 
     def __post_init__(self):
-        check_least(self, 1, "batch_size", "num_steps", "num_microbatches")
-        check_least(self, 0, "seed")
+        check_minimum(self, 1, "batch_size", "num_steps", "num_microbatches")
+        check_minimum(self, 0, "seed")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(
-                f"max_grad_norm must be positive, got {self.max_grad_norm}; None does "
-                "not clip"
+                f"max_grad_norm must be > 0, got {self.max_grad_norm}; None does not "
+                "clip"
             )
-        if short := -self.batch_size % (self.num_microbatches or 1):
+        if missing := -self.batch_size % (self.num_microbatches or 1):
             raise ValueError(
-                f"batch_size {self.batch_size} is not divided by num_microbatches "
-                f"{self.num_microbatches}; {self.batch_size + short} would be"
+                f"batch_size {self.batch_size} is not divisible by num_microbatches "
+                f"{self.num_microbatches}; {self.batch_size + missing} would be"
             )
         if self.skip_grad_norm is not None and not self.skip_grad_norm > 0:
             raise ValueError(
-                f"skip_grad_norm must be positive, got {self.skip_grad_norm}; None "
-                "leaves out only steps that are not finite"
+                f"skip_grad_norm must be > 0, got {self.skip_grad_norm}; None skips "
+                "only non-finite updates"
             )
         self.make_rules()
         compiler_options.parse(self.compiler_options)
@@ -81,19 +81,22 @@ class Computation:
         return make_rules(self.plan, self.rules)
 
 
-def check_least(config: Any, least: int, *names: str) -> None:
-    """Raises ValueError for a field below its least value; None is not checked."""
+def check_minimum(config: Any, minimum: int, *names: str) -> None:
+    """Raises ValueError for a field below its minimum; None is not checked."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} must be >= {minimum}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """A config as it was given, the same with nothing left open, and why, in a line.
+    """The choices made for a config.
 
-    The line is empty where there was nothing to choose.
+    Attributes:
+      given: the config as the user wrote it.
+      config: the same config with every choice filled in.
+      line: the reasons, in one line; empty if there was nothing to choose.
     """
 
     given: Any
@@ -101,12 +104,12 @@ class Chosen:
     line: str = ""
 
 
-# Fills what a config leaves open, for a mesh of these sizes of these devices.
+# Fills in what a config leaves open, given the sizes of the mesh axes and the devices.
 Choose = Callable[[Any, Mapping[str, int], Sequence[Any]], Chosen]
 
 
 def plain(config: Any) -> Any:
-    """Returns the config with the simplest value for all that is left open."""
+    """Returns the config with the simplest value for everything it leaves open."""
     plan = STANDARD if config.plan == AUTO else config.plan
     return dataclasses.replace(config, plan=plan, pipeline=config.pipeline.plain())
 
@@ -114,7 +117,7 @@ def plain(config: Any) -> Any:
 def choose_plain(
     config: Any, sizes: Mapping[str, int], devices: Sequence[Any]
 ) -> Chosen:
-    """A Choose that compares nothing; `plan.choosing.choose_here` does."""
+    """Chooses the simplest values; `plan.choosing.choose_here` compares them."""
     del sizes, devices
     return Chosen(config, plain(config))
 

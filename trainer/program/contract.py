@@ -1,19 +1,20 @@
-"""What a model may ask for and give beside parameters and a batch, and its checks.
+"""The contract between a model and the trainer, and its checks.
 
-`loss(params, batch, shard)` is all that a model needs. One that needs more names it,
-and gets it by name:
+Every model has `loss(params, batch, shard)`. A loss that needs more takes it as a
+keyword argument:
 
-  key         random keys [B], one for each row of the batch: in training a function of
-              (seed, step, row), in evaluation of (seed, sample). A row has the same key
+  key         random keys [B], one per row of the batch: a function of (seed, step, row)
+              in training and of (seed, sample) in evaluation. A row has the same key
               on every mesh and in every microbatch.
   train       True in training, False in evaluation.
-  variables   what the model keeps beside its parameters and nobody differentiates, such
-              as the running averages of a batch norm.
+  variables   model state that is not differentiated, such as the running averages of a
+              batch norm.
 
-A model with variables has three methods more, `init_variables(key)`, `variable_axes()`
+A model with variables has three more methods, `init_variables(key)`, `variable_axes()`
 and `update_variables(variables, sums)`, and its loss returns a fourth value, a tree of
-sums over the batch. These are added over microbatches like all sums, and the step calls
-`update_variables` with them once, so variables do not depend on how a batch was split.
+sums over the batch. They are accumulated over microbatches like all sums, and the step
+calls `update_variables` with them once, so the variables do not depend on how the batch
+was split.
 """
 
 import inspect
@@ -30,43 +31,43 @@ EXTRAS = ("variables", "key", "train")
 METHODS = ("init", "axes", "batch_axes", "check_batch", "loss")
 VARIABLE_METHODS = ("init_variables", "variable_axes", "update_variables")
 RESULT = (
-    "(sum, weight, {name: other sum of the same weight}), scalars all, and with "
+    "(sum, weight, {name: other sum of the same weight}), all scalars, and with "
     "variables a fourth value, a tree of sums for update_variables"
 )
 
-# What keys are made of beside the seed, which by itself initializes the model. The keys
-# that a model splits off its own are fold_in(key, 0), fold_in(key, 1), ...
+# Folded into the key of the seed, which alone initializes the model. They differ from
+# what a model folds into its own key: fold_in(key, 0), fold_in(key, 1), ...
 TRAINING, EVALUATION = 2**32 - 1, 2**32 - 2
 
 Sums = dict[str, jax.Array]
 
 
 def extras(model: Any) -> tuple[str, ...]:
-    """Those of EXTRAS that the model's loss takes."""
-    given = list(inspect.signature(model.loss).parameters.values())
-    by_place = (
+    """Returns the keyword arguments among EXTRAS that the model's loss takes."""
+    parameters = list(inspect.signature(model.loss).parameters.values())
+    positional = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
-    first = [p for p in given if p.kind in by_place][:3]
-    taken = [p for p in given if p.name in EXTRAS and p not in first]
+    first = [p for p in parameters if p.kind in positional][:3]
+    taken = [p for p in parameters if p.name in EXTRAS and p not in first]
     unknown = [
         p
-        for p in given
+        for p in parameters
         if p not in (*first, *taken)
         and (p.kind is p.VAR_KEYWORD or p.default is p.empty)
     ]
     if len(first) < 3 or unknown:
-        names = ", ".join(str(p).split(":")[0] for p in given)
+        names = ", ".join(str(p).split(":")[0] for p in parameters)
         raise ValueError(
-            f"{type(model).__name__}.loss({names}): the trainer calls {SIGNATURE}, "
-            "where each of the last three is passed only if loss names it. Write it so."
+            f"{type(model).__name__}.loss({names}): the trainer calls {SIGNATURE} and "
+            "passes each of the last three only if loss names it. Change the signature."
         )
     return tuple(p.name for p in taken)
 
 
 def init_variables(model: Any, key: jax.Array) -> Any:
-    """The variables of step 0; none where the model has none."""
+    """Returns the variables of step 0, {} if the model has none."""
     return model.init_variables(key) if has_variables(model) else {}
 
 
@@ -79,21 +80,21 @@ def has_variables(model: Any) -> bool:
 
 
 def check(model: Any) -> None:
-    """Raises where the model lacks a method, or its loss takes what it cannot get."""
+    """Raises if the model lacks a method or its loss has an unknown argument."""
     name = type(model).__name__
     if missing := [method for method in METHODS if not hasattr(model, method)]:
         raise ValueError(
             f"model {name} has no method {missing[0]}. A model has "
             f"{', '.join(METHODS)}; see docs/models.md."
         )
-    wants = "variables" in extras(model)
+    takes_variables = "variables" in extras(model)
     missing = [method for method in VARIABLE_METHODS if not hasattr(model, method)]
-    if missing and (wants or len(missing) < len(VARIABLE_METHODS)):
+    if missing and (takes_variables or len(missing) < len(VARIABLE_METHODS)):
         raise ValueError(
             f"model {name} has no method {missing[0]}. A model with variables has "
             f"{', '.join(VARIABLE_METHODS)}, and {SIGNATURE}."
         )
-    if not missing and not wants:
+    if not missing and not takes_variables:
         raise ValueError(
             f"model {name} has {VARIABLE_METHODS[0]}, but its loss does not take "
             f"variables. Write {SIGNATURE}, or remove the method."
@@ -101,19 +102,19 @@ def check(model: Any) -> None:
     if "key" in extras(model) and not jax.config.values["jax_threefry_partitionable"]:
         raise ValueError(
             f"{name}.loss takes a key, but jax_threefry_partitionable is off: random "
-            "numbers would depend on the mesh. Leave it on."
+            "numbers would depend on the mesh. Turn it on."
         )
 
 
 def row_keys(seed: int, kind: int, step: Any, rows: jax.Array) -> jax.Array:
-    """A key for each row.
+    """Returns one random key per row.
 
     Args:
       kind: TRAINING or EVALUATION.
       step: number of updates done, or 0 for keys that are the same at every step.
-      rows: the number of each row.
+      rows: the index of each row.
     """
-    # One implementation whatever jax's default is: its bits do not depend on the mesh.
+    # Not jax's default implementation: the bits of this one never depend on the mesh.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), kind)
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), rows)
 
@@ -128,10 +129,10 @@ def call(
     key: Any,
     train: bool,
 ) -> tuple[Sums, Any]:
-    """The sums of a batch, and those that variables are updated by."""
-    given = {"variables": variables, "key": key, "train": train}
+    """Returns the sums of a batch, and the statistics that update the variables."""
+    available = {"variables": variables, "key": key, "train": train}
     result = model.loss(
-        params, batch, shard, **{name: given[name] for name in extras(model)}
+        params, batch, shard, **{name: available[name] for name in extras(model)}
     )
     count = 4 if has_variables(model) else 3
     if not _fits(result, count):
@@ -143,8 +144,8 @@ def call(
     for name in ("loss", "weight"):
         if name in others:
             raise ValueError(
-                f"{type(model).__name__}.loss returned another sum named {name!r}, "
-                "which is the name of one of its first two. Rename it."
+                f"{type(model).__name__}.loss returned another sum named {name!r}, a "
+                "name that is reserved for one of its first two. Rename it."
             )
     statistics = jax.tree.map(
         lambda x: jnp.asarray(x, jnp.float32), result[3] if count == 4 else {}
@@ -153,27 +154,25 @@ def call(
 
 
 def update_variables(model: Any, variables: Any, statistics: Any) -> Any:
-    """The variables after a step; raises where their shapes or types would change."""
+    """Returns the variables after a step; raises if shapes or dtypes would change."""
     if not has_variables(model):
         return variables
     new = model.update_variables(variables, statistics)
     before, after = _shapes(variables), _shapes(new)
     if before != after:
-        found = [
-            path for path in {**before, **after} if before.get(path) != after.get(path)
-        ]
-        path = found[0]
+        different = (p for p in {**before, **after} if before.get(p) != after.get(p))
+        path = next(different)
         raise ValueError(
             f"{type(model).__name__}.update_variables returned "
-            f"{after.get(path, 'nothing')} for {path!r}, where the variables have "
-            f"{before.get(path, 'nothing')}. It must return variables of the same "
-            "names, shapes and types."
+            f"{after.get(path, 'nothing')} for {path!r}, but the variables have "
+            f"{before.get(path, 'nothing')}. It must return variables with the same "
+            "names, shapes and dtypes."
         )
     return new
 
 
 def check_axes(model: Any, method: str, arrays: Any, axes: Any) -> None:
-    """Raises where `axes` does not name every dimension of every array."""
+    """Raises unless `axes` names every dimension of every array."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_named)
     shapes = {path_name(path): tuple(leaf.shape) for path, leaf in leaves}
     names, _ = jax.tree_util.tree_flatten_with_path(axes, is_leaf=_is_names)
@@ -183,8 +182,8 @@ def check_axes(model: Any, method: str, arrays: Any, axes: Any) -> None:
         example = (None,) * len(shape)
         if path not in named:
             raise ValueError(
-                f"{where} lacks {path!r}, an array of shape {shape}. Give it a tuple "
-                f"with a logical name for each dimension; {example} never shards it."
+                f"{where} lacks {path!r}, an array of shape {shape}. Add a tuple with "
+                f"a logical name for each dimension; {example} never shards it."
             )
         if not _is_names(named[path]) or len(named[path]) != len(shape):
             raise ValueError(
@@ -194,7 +193,7 @@ def check_axes(model: Any, method: str, arrays: Any, axes: Any) -> None:
             )
     if unknown := [path for path in named if path not in shapes]:
         raise ValueError(
-            f"{where} names {unknown[0]!r}, but there is no such array. There are "
+            f"{where} names {unknown[0]!r}, but there is no such array. The arrays are "
             f"{', '.join(list(shapes)[:8])}."
         )
 

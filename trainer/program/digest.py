@@ -1,10 +1,10 @@
-"""Digests of arrays that do not depend on how they are cut.
+"""Digests of arrays that do not depend on how they are sharded.
 
-Every element is mixed with its place in the whole array, and the results are added
-modulo 2**32, in two lanes. Additions of integers are exact in any order, so each
-device adds its own part and only the sums travel: no array is ever gathered, and any
-mesh, process count or order of addition gives the same 64 bits. A changed bit, a moved
-element or another type changes them. They are no protection against a forger.
+Every element is hashed together with its index in the global array, and the hashes are
+summed modulo 2**32, in two lanes. Integer addition is exact in any order, so each
+device sums its own shard and only the sums are communicated: no array is ever gathered,
+and every mesh, process count and order of addition gives the same 64 bits. A changed
+bit, a moved element or a different dtype changes the digest. It is not cryptographic.
 """
 
 import functools
@@ -20,15 +20,15 @@ from jax.sharding import PartitionSpec as P
 
 from ...sharding.logical_axes import path_name
 
-LANES = (0x9E3779B9, 0x85EBCA77)  # odd numbers without a pattern
+LANES = (0x9E3779B9, 0x85EBCA77)  # arbitrary odd constants
 WORD = jnp.uint32
 
 
 def tree_digests(tree: Any) -> dict[str, str]:
-    """{path: 16 hexadecimal digits} of every array of a tree."""
+    """Returns {path: digest as 16 hexadecimal digits} of every array of a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = [leaf for _, leaf in leaves]
-    sums = jax.device_get(_everywhere(_mesh_of(arrays))(arrays))
+    sums = jax.device_get(_digest_program(_mesh_of(arrays))(arrays))
     return {
         path_name(path): hexadecimal(lanes)
         for (path, _), lanes in zip(leaves, sums, strict=True)
@@ -36,7 +36,7 @@ def tree_digests(tree: Any) -> dict[str, str]:
 
 
 def hexadecimal(lanes: Iterable[Any]) -> str:
-    """A digest as 16 digits."""
+    """Returns a digest as 16 hexadecimal digits."""
     return "".join(f"{int(lane):08x}" for lane in lanes)
 
 
@@ -47,18 +47,19 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
 
 
 def prepare(tree: Any, compile: Callable[[Any], Any]) -> None:
-    """Compiles the digests of a tree of arrays, or of shapes with shardings, by others.
+    """Compiles the digest of a tree in advance, with a custom compile function.
 
     Args:
-      compile: of what jax.jit(f).lower(...) gives; must give the same program.
+      tree: arrays, or shapes with shardings.
+      compile: compiles the result of jax.jit(f).lower(...).
     """
     arrays = jax.tree.leaves(tree)
-    program = _everywhere(_mesh_of(arrays))
-    program.compiled[_form(arrays)] = compile(program.jitted.lower(arrays))
+    program = _digest_program(_mesh_of(arrays))
+    program.compiled[_signature(arrays)] = compile(program.jitted.lower(arrays))
 
 
-class _Everywhere:
-    """The digests of arrays, whose few numbers every process of the mesh gets."""
+class _DigestProgram:
+    """Computes the digests of arrays, replicated on every process of the mesh."""
 
     def __init__(self, mesh: Mesh | None):
         def digests(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -70,61 +71,61 @@ class _Everywhere:
         self.compiled: dict[Any, Callable] = {}
 
     def __call__(self, arrays: list[Any]) -> list[jax.Array]:
-        return self.compiled.get(_form(arrays), self.jitted)(arrays)
+        return self.compiled.get(_signature(arrays), self.jitted)(arrays)
 
 
-@functools.lru_cache(maxsize=4)  # those of a mesh that is no longer used are dropped
-def _everywhere(mesh: Mesh | None) -> _Everywhere:
-    return _Everywhere(mesh)
+@functools.lru_cache(maxsize=4)  # so that programs of unused meshes are dropped
+def _digest_program(mesh: Mesh | None) -> _DigestProgram:
+    return _DigestProgram(mesh)
 
 
-def _form(arrays: list[Any]) -> tuple:
-    """All that a compiled program of these arrays depends on."""
+def _signature(arrays: list[Any]) -> tuple:
+    """Returns everything that a program compiled for these arrays depends on."""
     return tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in arrays)
 
 
-@jax.jit  # arrays of one shape then share what is traced
+@jax.jit  # so that arrays of the same shape share one trace
 def array_digest(x: jax.Array) -> jax.Array:
-    """The two lanes of an array's digest, of 32 bits each."""
-    # Shape and type count too: of zeros, only they differ.
+    """Returns the two 32-bit lanes of an array's digest."""
+    # Two arrays of zeros differ only in shape and dtype, so these are included.
     about = zlib.crc32(f"{x.dtype.name}{x.shape}".encode())
     words = _words(x)
-    place = _place(x.shape)
+    position = _position(x.shape)
     lanes = []
     for seed in LANES:
         mixed = functools.partial(_mix, seed=seed)
-        total = sum(jnp.sum(mixed(mixed(place + WORD(i)) + w)) for i, w in words)
+        total = sum(jnp.sum(mixed(mixed(position + WORD(i)) + w)) for i, w in words)
         lanes.append(total + WORD(about ^ seed))
     return jnp.stack(lanes)
 
 
 def _words(x: jax.Array) -> list[tuple[int, jax.Array]]:
-    """The bits of each element as numbered 32-bit words."""
+    """Returns the bits of each element as numbered 32-bit words."""
     if x.dtype == jnp.bool:
         return [(0, x.astype(WORD))]
     size = x.dtype.itemsize
     if size <= 4:
         unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
         return [(0, jax.lax.bitcast_convert_type(x, unsigned).astype(WORD))]
-    bits = jax.lax.bitcast_convert_type(x, WORD)  # [..., words of an element]
+    bits = jax.lax.bitcast_convert_type(x, WORD)  # [..., words per element]
     return [(i, bits[..., i]) for i in range(bits.shape[-1])]
 
 
-def _place(shape: tuple[int, ...]) -> jax.Array:
-    """A number for each element's place, from its index along every dimension."""
-    place = jnp.zeros(shape, WORD)
+def _position(shape: tuple[int, ...]) -> jax.Array:
+    """Returns a number for each element, from its index along every dimension."""
+    position = jnp.zeros(shape, WORD)
     for dim in range(len(shape)):
-        # Beyond 2**32 elements the count wraps, so the leading index is mixed in too.
+        # Above 2**32 elements the number wraps around, so the leading index is added.
         stride = math.prod(shape[dim + 1 :]) % 2**32
         index = jax.lax.broadcasted_iota(WORD, shape, dim)
-        place = place + index * WORD(stride)
+        position = position + index * WORD(stride)
         if dim == 0:
-            place = place + _mix(index, seed=0xC2B2AE3D)
-    return place * WORD(2)  # room for the words of an element
+            position = position + _mix(index, seed=0xC2B2AE3D)
+    return position * WORD(2)  # leaves room for the words of an element
 
 
 def _mix(x: jax.Array, *, seed: int) -> jax.Array:
-    """A bijection of 32-bit words in which every bit depends on every other."""
+    """Applies a bijection of 32-bit words in which every bit affects every other."""
     x = x + WORD(seed)
     x = (x ^ (x >> 16)) * WORD(0x85EBCA6B)
     x = (x ^ (x >> 13)) * WORD(0xC2B2AE35)

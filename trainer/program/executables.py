@@ -1,14 +1,14 @@
-"""Compiled programs of a run, kept in its folder for the next start.
+"""Compiled programs of a run, stored in its folder for the next start.
 
-jax's own cache does not serve CPU jobs of several processes: only process 0 finds its
-programs there. So each process keeps what it has compiled in a file of its own, which
-the next attempt loads instead of compiling.
+jax's own compilation cache does not work for multi-process CPU jobs: only process 0
+gets cache hits. So each process stores what it has compiled in a file of its own, and
+the next attempt loads it instead of compiling.
 
-A program is served only for exactly what it was compiled from: the lowered program,
-the compiler's options and flags, the versions, the kind of machine, and the place of
-this process in the job. Loading unpickles, so a file must be this user's own and have
-the digest that it was written with. Whatever keeps a file from being used is said in
-one line, and the program is compiled anew.
+A stored program is used only if everything it was compiled from is the same: the
+lowered program, the compiler's options and flags, the versions, the kind of machine,
+and this process's index in the job. Loading unpickles, so the file must belong to this
+user and match the digest it was written with. If a file cannot be used, one line says
+why, and the program is compiled again.
 """
 
 import hashlib
@@ -61,12 +61,12 @@ class Executables:
     def compile(
         self, name: str, lowered: Any, options: Mapping[str, Any] | None = None
     ) -> Any:
-        """Returns the program, loaded if an attempt before has compiled the same.
+        """Returns the program, loaded if an earlier attempt has compiled the same one.
 
         Args:
-          name: of the program, in messages and in its file's name.
-          lowered: as jax.jit(f).lower(...) gives it.
-          options: of the compiler.
+          name: of the program, for messages and its file name.
+          lowered: the result of jax.jit(f).lower(...).
+          options: compiler options.
         """
         options = dict(options or {})
         if self._folder is None:
@@ -76,12 +76,12 @@ class Executables:
         header, payload = self._read(name, file)
         if header.get("key") == key:
             if reason := header.get("reason"):
-                self._say(_anew(name, reason))
+                self._say(_not_stored(name, reason))
                 return lowered.compile(compiler_options=options)
-            found = self._load(name, payload)
-            if found is not None:
+            loaded = self._load(name, payload)
+            if loaded is not None:
                 self._say(f"Loaded from an earlier attempt: {name}")
-                return found
+                return loaded
         compiled = lowered.compile(compiler_options=options)
         self._write(name, file, key, compiled)
         return compiled
@@ -106,39 +106,39 @@ class Executables:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _read(self, name: str, file: Path) -> tuple[dict[str, Any], bytes]:
-        """The header and the program of a file; ({}, b"") without one to trust."""
+        """Returns the header and program of a file, ({}, b"") if it is not usable."""
         try:
             about = os.stat(file)
             if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o022:
-                raise ValueError("others may have written it")
+                raise ValueError("other users may have written it")
             first, _, payload = file.read_bytes().partition(b"\n")
             header = json.loads(first)
             if header["sha256"] != hashlib.sha256(payload).hexdigest():
-                raise ValueError("it is not what was written")
+                raise ValueError("its digest does not match")
             return header, payload
         except FileNotFoundError:
             return {}, b""
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._say(f"The {name} is compiled anew: {file} cannot be used ({error})")
+            self._say(f"The {name} is compiled again: {file} cannot be used ({error})")
             return {}, b""
 
     def _load(self, name: str, payload: bytes) -> Any:
         try:
             return serialize_executable.deserialize_and_load(*pickle.loads(payload))
-        except Exception as error:  # of pickle, jax and XLA, of many types
+        except Exception as error:  # pickle, jax and XLA raise many types
             reason = str(error).split("\n")[0][:200]
-            self._say(f"The {name} is compiled anew: it cannot be loaded ({reason})")
+            self._say(f"The {name} is compiled again: it cannot be loaded ({reason})")
             return None
 
     def _write(self, name: str, file: Path, key: str, compiled: Any) -> None:
-        reason, payload = _why_not(compiled), b""
+        reason, payload = _unsafe_reason(compiled), b""
         if not reason:
             try:
                 payload = pickle.dumps(serialize_executable.serialize(compiled))
             except (ValueError, NotImplementedError) as error:
                 reason = str(error)
         if reason:
-            self._say(_anew(name, reason))
+            self._say(_not_stored(name, reason))
         digest = hashlib.sha256(payload).hexdigest()
         header = json.dumps({"key": key, "sha256": digest, "reason": reason})
         try:
@@ -151,23 +151,23 @@ class Executables:
             self._say(f"The {name} cannot be kept in {file}: {error.strerror}")
 
 
-def _why_not(compiled: Any) -> str:
-    """Why a program must not be loaded from a file; "" where it may be."""
+def _unsafe_reason(compiled: Any) -> str:
+    """Returns why a program must not be loaded from a file, "" if it may be."""
     pair = order.unordered(compiled.as_text())
     if pair is None:
         return ""
     return (
-        f"in a loaded program nothing keeps the collectives of {pair[0]} and {pair[1]} "
-        "in order"
+        "in a loaded program nothing guarantees the order of the collectives in "
+        f"{pair[0]} and {pair[1]}"
     )
 
 
-def _anew(name: str, reason: str) -> str:
+def _not_stored(name: str, reason: str) -> str:
     return f"The {name} is compiled at every start: {reason}"
 
 
 def _cpu() -> str:
-    """What this machine's processor can do; its code may not run on another."""
+    """Returns the model and features of this CPU, for which the code is compiled."""
     if not CPU_INFO.exists():
         return platform.processor()
     lines = CPU_INFO.read_text().split("\n\n")[0].splitlines()

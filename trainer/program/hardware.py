@@ -1,11 +1,12 @@
-"""What a device can do and how devices are joined: one table, each number sourced.
+"""Specifications of devices and their networks: one table, with sources.
 
-A target names devices that need not be here:
+A target names devices that need not be attached to this machine:
 
-  v5p-128          a TPU slice; v4 and v5p count TensorCores (64 chips), v5e, v6e chips
-  v5e:4x4          the same by the shape of its torus, in chips
-  2xv5p-128        slices joined by the data center network (DCN)
-  h100:8x8         nodes x GPUs of a node
+  v5p-128          a TPU slice; v4 and v5p count TensorCores (64 chips), v5e and v6e
+                   count chips
+  v5e:4x4          a TPU slice by the shape of its torus, in chips
+  2xv5p-128        slices connected by the data center network (DCN)
+  h100:8x8         nodes x GPUs per node
   own:8x8,flops=4e14,hbm=64e9,hbm_bandwidth=2e12,link=2e11,network=2.5e10
 """
 
@@ -15,25 +16,25 @@ import re
 from typing import Any
 
 _GIB = 2**30
-# The one TPU for which libtpu (0.0.51) lets fusions carry a gather along: asked to do
-# so for v5p it refuses, and for v6e it does not.
+# The only TPU for which libtpu (0.0.51) fuses all-gathers into other operations: for
+# v5p it rejects the option, and for v6e it ignores it.
 CARRIES_GATHERS = "v5e"
-CPU = "cpu"  # a device with this name is one of those that share a machine
+CPU = "cpu"  # devices with this name share one machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device as jax sees it. Bandwidths are bytes a second, in one direction.
+    """One device as jax sees it. Bandwidths are in bytes per second, one direction.
 
     Attributes:
       flops: dense bfloat16 FLOP/s.
-      link: of one link to a neighbour; of a GPU, of all its links to the switch.
-      torus: dimensions of the torus that joins chips; 0 where a switch joins devices.
-      wraps: the size of a torus dimension, and its multiples, that close to a ring.
-      available: of hbm, what programs may use; None where that is not known to be less.
-      cores: what a name such as v5p-128 counts for each chip.
-      network: a device's share of what joins slices or nodes.
-      workspace: bytes that XLA gives a product by cuBLAS (read off its programs).
+      link: bandwidth of one link to a neighbor; for a GPU, of all links to the switch.
+      torus: dimensions of the torus that connects chips; 0 if a switch connects them.
+      wraps: a torus dimension of this size, or a multiple of it, closes to a ring.
+      available: bytes of hbm that programs may use; None if all of it, as far as known.
+      cores: cores per chip, as counted by a name such as v5p-128.
+      network: bandwidth per device between slices or nodes.
+      workspace: bytes that XLA allocates for a cuBLAS matmul (read from its programs).
       source: where the numbers are published.
     """
 
@@ -52,7 +53,7 @@ class Device:
 
     @property
     def platform(self) -> str:
-        """As models know it: what attention may be computed by."""
+        """The jax platform, on which a model's choice of attention kernel depends."""
         return "tpu" if self.torus else "cpu" if self.name == CPU else "gpu"
 
     @property
@@ -64,20 +65,20 @@ class Device:
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"device {self.name!r}: {name} is {getattr(self, name)!r}; "
-                    "expected a number above 0, in FLOP/s, bytes or bytes a second"
+                    "expected a number > 0, in FLOP/s, bytes or bytes per second"
                 )
 
 
-# cloud.google.com/tpu/docs has a page for each version: peak, HBM and, from v5e on, the
-# bandwidth of a chip's links both ways together, and of v5p the DCN. Of v4 links, and
-# DCN elsewhere: jax-ml.github.io/scaling-book/tpus, "TPU specs". HBM is what the
-# page calls GiB or GB; memory is made in powers of two, so both are taken as GiB.
+# cloud.google.com/tpu/docs has a page for each version: peak, HBM, the bidirectional
+# bandwidth of a chip's links from v5e on, and the DCN bandwidth of v5p. The links of v4
+# and the other DCN bandwidths are from jax-ml.github.io/scaling-book/tpus, "TPU specs".
+# The pages give HBM in GiB or GB; memory comes in powers of two, so both mean GiB here.
 _TPU = "cloud.google.com/tpu/docs/{}; jax-ml.github.io/scaling-book/tpus"
-# What programs may use of it is in the compiler's own words, where it refuses one for
-# want of memory (libtpu 0.0.51: "exceeds available HBM (15.75G)").
+# `available` is from the compiler's out-of-memory errors (libtpu 0.0.51: "exceeds
+# available HBM (15.75G)").
 # nvidia.com/data-center, data sheets of H100 SXM and A100 80GB SXM. Links: NVLink's 900
-# and 600 GB/s are both ways together. Network: one 400 or 200 Gb/s adapter for each
-# GPU, as in DGX H100 and DGX A100.
+# and 600 GB/s are bidirectional. Network: one 400 or 200 Gb/s adapter per GPU, as in
+# DGX H100 and DGX A100.
 _GPU = "nvidia.com/data-center, data sheets of {0} SXM and DGX {0}"
 
 DEVICES = {
@@ -156,7 +157,7 @@ DEVICES = {
     )
 }
 
-# The usual shape of a slice for its number of chips, from the same pages.
+# The standard shape of a slice for each number of chips, from the same pages.
 _SHAPES = {
     2: ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"],
     3: "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16".split()
@@ -166,11 +167,11 @@ _SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices and how they are joined.
+    """Devices and how they are connected.
 
     Attributes:
-      shape: of the torus of one slice in chips; of GPUs, (devices of a node,).
-      num_slices: slices or nodes, joined by the slower network.
+      shape: of the torus of one slice, in chips; for GPUs, (devices per node,).
+      num_slices: slices or nodes, connected by the slower network.
     """
 
     name: str
@@ -184,72 +185,77 @@ class Target:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """For each of three dimensions, whether it closes to a ring.
+        """Whether each of three dimensions closes to a ring.
 
-        The compiler takes a slice for one without rings unless it is told, and then
-        makes slower programs: on v5p, all-reduces where it would gather.
+        By default the compiler assumes that none does, and generates slower programs:
+        on v5p, all-reduces instead of all-gathers.
         """
         wraps = self.device.wraps
         rings = [bool(wraps) and size % wraps == 0 for size in self.shape]
         if self.device.torus == 3:
-            # Made of cubes, which are joined to rings in all dimensions or in none.
+            # Slices consist of cubes, connected to rings in all dimensions or in none.
             rings = [all(rings)] * 3
         return (*rings, False, False, False)[:3]
 
 
 def parse_target(text: str) -> Target:
-    """The target of a name; see the top of this file."""
+    """Parses a target; see the module docstring for the syntax."""
     name, _, rest = text.partition(":")
     if rest and name == "own":
         return _own(text, *rest.split(","))
-    found = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z]\w+)[-:]([\dx]+)", text)
-    if not found or found[2] not in DEVICES:
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z]\w+)[-:]([\dx]+)", text)
+    if not match or match[2] not in DEVICES:
         raise ValueError(
             f"target {text!r} is unknown. Devices: {', '.join(DEVICES)}. Write it as "
-            "v5p-128, v5e:4x4, 2xv5p-128, h100:8x8 (nodes x GPUs), or give numbers: "
+            "v5p-128, v5e:4x4, 2xv5p-128, h100:8x8 (nodes x GPUs), or specify it: "
             "own:8x8,flops=4e14,hbm=64e9,hbm_bandwidth=2e12,link=2e11,network=2.5e10"
         )
-    device, num_slices = DEVICES[found[2]], int(found[1] or 1)
+    device, num_slices = DEVICES[match[2]], int(match[1] or 1)
     if not device.torus:
-        nodes, each = _sizes(text, found[3], 2)
+        nodes, each = _parse_shape(text, match[3], 2)
         return Target(text, device, (each,), num_slices * nodes)
-    if f":{found[3]}" in text:
-        return Target(text, device, _sizes(text, found[3], device.torus), num_slices)
+    if f":{match[3]}" in text:
+        return Target(
+            text, device, _parse_shape(text, match[3], device.torus), num_slices
+        )
     shapes = [tuple(map(int, s.split("x"))) for s in _SHAPES[device.torus]]
     named = {math.prod(shape) * device.cores: shape for shape in shapes}
-    if not found[3].isdigit() or int(found[3]) not in named:
+    if not match[3].isdigit() or int(match[3]) not in named:
         what = "TensorCores" if device.cores > 1 else "chips"
         raise ValueError(
-            f"target {text!r}: no usual slice of {device.name} has {found[3]} {what}; "
-            f"there are {', '.join(map(str, named))}. Or give its shape, such as "
+            f"target {text!r}: no standard slice of {device.name} has {match[3]} "
+            f"{what}; expected one of {', '.join(map(str, named))}, or a shape such as "
             f"{device.name}:{_SHAPES[device.torus][4]}."
         )
-    return Target(text, device, named[int(found[3])], num_slices)
+    return Target(text, device, named[int(match[3])], num_slices)
 
 
 def sizes_of(target: Target, most: int = 4096) -> list[Target]:
-    """The usual numbers of a target's devices, small ones first.
+    """Returns the standard sizes of a target, in increasing order.
 
-    Of TPUs the usual slices, then several of the largest, twice as many each time. Of
-    GPUs parts of a node, one node, then twice as many each time.
+    For TPUs these are the standard slices, then 2, 4, ... of the largest slice. For
+    GPUs they are the divisors of a node, then 2, 4, ... nodes.
+
+    Args:
+      most: devices of the largest size.
     """
-    device, found = target.device, []
+    device = target.device
     if device.torus:
         shapes = [tuple(map(int, s.split("x"))) for s in _SHAPES[device.torus]]
-        found = [_sized(target, shape, 1) for shape in shapes]
+        sizes = [_resize(target, shape, 1) for shape in shapes]
     else:
         (node,) = target.shape
-        found = [_sized(target, (n,), 1) for n in range(1, node + 1) if not node % n]
-    whole = found[-1].shape
+        sizes = [_resize(target, (n,), 1) for n in range(1, node + 1) if not node % n]
+    largest = sizes[-1].shape
     num = 2
-    while num * math.prod(whole) <= most:
-        found.append(_sized(target, whole, num))
+    while num * math.prod(largest) <= most:
+        sizes.append(_resize(target, largest, num))
         num *= 2
-    return [size for size in found if size.num_devices <= most]
+    return [size for size in sizes if size.num_devices <= most]
 
 
-def _sized(target: Target, shape: tuple[int, ...], num: int) -> Target:
-    """A target of the same devices in another number, by its name."""
+def _resize(target: Target, shape: tuple[int, ...], num: int) -> Target:
+    """Returns a target with another number of the same devices."""
     device = target.device
     if not device.torus:
         _, _, settings = target.name.partition(",")
@@ -261,27 +267,29 @@ def _sized(target: Target, shape: tuple[int, ...], num: int) -> Target:
     return Target(name, device, shape, num)
 
 
-def _sizes(text: str, words: str, num: int) -> tuple[int, ...]:
-    sizes = tuple(int(word) for word in words.split("x") if word)
+def _parse_shape(text: str, shape: str, num: int) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in shape.split("x") if size)
     if len(sizes) != num or min(sizes) < 1:
         raise ValueError(
-            f"target {text!r}: {words!r} must be {num} numbers above 0 joined by x"
+            f"target {text!r}: {shape!r} must be {num} numbers > 0 joined by x"
         )
     return sizes
 
 
-def _own(text: str, words: str, *settings: str) -> Target:
-    nodes, each = _sizes(text, words, 2)
+def _own(text: str, shape: str, *settings: str) -> Target:
+    nodes, each = _parse_shape(text, shape, 2)
     names = [f.name for f in dataclasses.fields(Device)][1:6]
     parts = [setting.partition("=") for setting in settings]
-    given = {name: value for name, _, value in parts}
-    if sorted(given) != sorted(names):
+    values = {name: value for name, _, value in parts}
+    if sorted(values) != sorted(names):
         raise ValueError(
-            f"target {text!r}: it gives {', '.join(given) or 'no numbers'}; a "
-            f"device of one's own needs {', '.join(names)}, each once"
+            f"target {text!r}: it specifies {', '.join(values) or 'no numbers'}; a "
+            f"custom device needs {', '.join(names)}, each once"
         )
     try:
-        numbers: dict[str, Any] = {name: float(value) for name, value in given.items()}
+        numbers: dict[str, Any] = {name: float(value) for name, value in values.items()}
     except ValueError as error:
-        raise ValueError(f"target {text!r}: {error}; write 4e14") from None
+        raise ValueError(
+            f"target {text!r}: {error}; write numbers such as 4e14"
+        ) from None
     return Target(text, Device(name="own", **numbers), (each,), nodes)

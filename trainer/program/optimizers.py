@@ -1,8 +1,8 @@
-"""Optimizers by config. Each makes an optax transformation for a tree of parameters.
+"""Optimizers as config nodes. Each makes an optax transformation.
 
-Which parameters decay, and which are matrices, is read from their logical axes: a
-parameter that is no matrix (norms, biases) never decays. Decay is decoupled: each step
-takes learning rate * weight_decay off the parameter.
+The logical axes of a parameter determine whether it is a matrix and whether it decays:
+a parameter that is not a matrix (norms, biases) never does. Weight decay is decoupled:
+each step subtracts learning rate * weight_decay * parameter.
 """
 
 import dataclasses
@@ -18,13 +18,12 @@ from ...sharding.resolve import Axes
 class Optimizer(Protocol):
     """Makes an optax transformation.
 
-    The arrays of its state are sharded like the parameters that they belong to. For
-    state of another form it may have an attribute `state_axes`: {path pattern: logical
-    axes}.
+    The arrays of its state are sharded like the parameters they belong to. For state of
+    other shapes it may have an attribute `state_axes`: {path pattern: logical axes}.
     """
 
     def make(self, learning_rate: optax.Schedule, axes: Any) -> Any:
-        """The optax transformation, for parameters with these logical axes."""
+        """Returns the optax transformation for parameters with these logical axes."""
         ...
 
 
@@ -64,14 +63,14 @@ class Lion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor:
-    """Factored second moments: rows and columns instead of a whole matrix."""
+    """Factored second moments: row and column statistics instead of a full matrix."""
 
     min_dim_size_to_factor: int = 128
     decay_rate: float = 0.8
     weight_decay: float = 0.0
 
     def make(self, learning_rate: optax.Schedule, axes: Any):
-        # As optax.adafactor, except that its decay would not follow the learning rate.
+        # Like optax.adafactor, whose decay does not scale with the learning rate.
         return optax.chain(
             optax.scale_by_factored_rms(
                 decay_rate=self.decay_rate,
@@ -88,7 +87,7 @@ class Adafactor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon:
-    """Orthogonalized momentum for matrices; AdamW for the rest and the vocabulary's."""
+    """Orthogonalized momentum for matrices; AdamW for all others and the vocabulary."""
 
     beta: float = 0.95
     weight_decay: float = 0.1
@@ -97,8 +96,8 @@ class Muon:
     consistent_rms: float = 0.2
 
     def make(self, learning_rate: optax.Schedule, axes: Any):
-        # optax.contrib's own decay has no mask for the parameters it gives to Adam, so
-        # it only finds directions here (a rate of -1 leaves their sign alone).
+        # The decay of optax.contrib.muon has no mask for the parameters it passes to
+        # Adam, so it only computes directions here (a rate of -1 keeps their sign).
         return optax.chain(
             contrib.muon(
                 -1.0,
@@ -117,25 +116,25 @@ class Muon:
         )
 
 
-# Dimensions that number equal parts: the stack of blocks, and those without a name.
-PARTS = ("layer", None)
+# Dimensions that stack separate parameters: layers, and dimensions without a name.
+STACKED = ("layer", None)
 
 
 def is_matrix(axes: Axes) -> bool:
-    """At least two sides; a head's width belongs to the side of its heads."""
-    return sum(name not in (*PARTS, "head_dim") for name in axes) >= 2
+    """Returns whether a parameter is a matrix; heads and head_dim count as one side."""
+    return sum(name not in (*STACKED, "head_dim") for name in axes) >= 2
 
 
 def matrix_dimensions(axes: Axes) -> contrib.MuonDimensionNumbers | None:
-    """Which dimensions of a weight are its rows and which its columns; None: neither.
+    """Returns which dimensions are rows and which are columns; None if not a matrix.
 
     The residual width `embed` is one side and everything else the other, so
-    [embed, heads, head_dim] is one matrix, and each part a matrix of its own.
-    Vocabulary and position tables are look-ups, not matrices.
+    [embed, heads, head_dim] is one matrix. Each layer of a stack is a separate matrix.
+    Vocabulary and position tables are lookups, not matrices.
     """
     if not is_matrix(axes) or {"vocab", "position"} & set(axes):
         return None
-    dims = [i for i, name in enumerate(axes) if name not in PARTS]
+    dims = [i for i, name in enumerate(axes) if name not in STACKED]
     split = len(dims) - 1 if axes[-1] == "embed" else 1
     return contrib.MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))
 

@@ -1,4 +1,4 @@
-"""The highest FLOP/s a device can reach, and of this CPU its memory's bandwidth."""
+"""Peak FLOP/s of devices, and the memory bandwidth of this CPU."""
 
 import dataclasses
 import functools
@@ -14,18 +14,18 @@ import numpy as np
 
 from .hardware import DEVICES, Device
 
-MOVED = 2**26  # bytes, of an array that is larger than most caches
+NUM_BYTES = 2**26  # of an array that is larger than most caches
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """`label` completes the sentence "31 % of the ...", so it says of which peak."""
+    """A peak and its name; `label` completes the sentence "31 % of the ..."."""
 
     flops: float
     label: str
 
 
-# What jax calls the devices that are in the table of `meshloom plan`.
+# jax's names of the devices in the table of hardware.py.
 _PLANNED = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -40,7 +40,7 @@ _PLANNED = {
 
 # Dense bfloat16 FLOP/s of one jax device. Source: cloud.google.com/tpu/docs, the
 # page of each version ("peak compute per chip"). On v2, v3 and TPU7x a jax device
-# is one of the two cores of a chip, so it has half of the published figure.
+# is one of the two cores of a chip, so it has half the published figure.
 _TPU_BF16 = {
     "TPU v2": 45e12 / 2,
     "TPU v3": 123e12 / 2,
@@ -50,7 +50,7 @@ _TPU_BF16 = {
 
 
 def planned_device(kind: str) -> Device | None:
-    """The row of `meshloom plan`'s table for what jax calls a device, if it has one."""
+    """Returns the row of hardware.py's table for jax's device kind, if it has one."""
     return DEVICES[_PLANNED[kind]] if kind in _PLANNED else None
 
 
@@ -64,9 +64,9 @@ def _volta(fp16: float, fp32: float) -> dict[str, Peak]:
     return {"float16": Peak(fp16, "fp16 peak"), "float32": Peak(fp32, "fp32 peak")}
 
 
-# Dense FLOP/s of one GPU. Source: the data sheets of nvidia.com/data-center; figures
-# that they mark "with sparsity" are twice these. The first pattern found in the
-# device kind decides, so longer names stand before shorter ones.
+# Dense FLOP/s of one GPU. Source: the data sheets of nvidia.com/data-center; their
+# figures "with sparsity" are twice these. The first pattern that matches the device
+# kind wins, so longer names come before shorter ones.
 _GPU = (
     (r"\bB200\b", _tensor_cores(2250e12, 1100e12)),
     (r"\bH200 NVL\b", _tensor_cores(835.5e12, 417.5e12)),
@@ -82,9 +82,9 @@ _GPU = (
 
 
 def peak_flops(device: Any, dtype: Any) -> Peak | None:
-    """Returns the peak of one device, or None where it is not known.
+    """Returns the peak of one device, or None if it is not known.
 
-    On CPU it is measured, and it is the peak of the whole machine: CPU devices
+    On CPU it is measured, and it is the peak of the entire machine, because CPU devices
     share the cores.
     """
     name = jnp.dtype(dtype).name
@@ -96,7 +96,7 @@ def peak_flops(device: Any, dtype: Any) -> Peak | None:
         if kind in _TPU_BF16 and name in ("bfloat16", "float32"):
             return Peak(_TPU_BF16[kind], "bf16 peak")
         return None
-    # A MIG slice carries the name of the whole GPU and has a part of its units.
+    # A MIG slice has the name of the full GPU but only some of its units.
     if "MIG" in kind:
         return None
     for pattern, peaks in _GPU:
@@ -106,13 +106,13 @@ def peak_flops(device: Any, dtype: Any) -> Peak | None:
 
 
 def total_peak(devices: Sequence[Any], dtype: Any) -> Peak | None:
-    """Returns the peak of all devices of a mesh together, or None if not known."""
+    """Returns the combined peak of all devices of a mesh, or None if not known."""
     if len({(device.platform, device.device_kind) for device in devices}) != 1:
         return None
     if devices[0].platform != "cpu":
         peak = peak_flops(devices[0], dtype)
         return peak and Peak(peak.flops * len(devices), peak.label)
-    # CPU processes may share one machine or not, and jax does not tell which.
+    # CPU processes may or may not share a machine, and jax does not say which.
     if len({device.process_index for device in devices}) != 1:
         return None
     return peak_flops(devices[0], dtype)
@@ -123,13 +123,13 @@ def measure_matmul_peak(dtype: str, budget: float = 0.3) -> Peak:
     """Times square matmuls on this machine's CPU and returns the fastest.
 
     Args:
-      budget: seconds to measure; compilation comes on top, once for each size.
+      budget: seconds to measure, excluding compilation, which happens once per size.
     """
     cpu = jax.local_devices(backend="cpu")[0]
     deadline = time.perf_counter() + budget
     best, size, seconds = 0.0, 512, 0.0
-    # More cores need larger matrices: go on to the double size, which takes 8 times
-    # as long, while that leaves time for several runs.
+    # More cores need larger matrices: double the size, which takes 8 times as long,
+    # while that leaves time for several runs.
     while 8 * seconds < budget / 16:
         x = jax.device_put(np.ones((size, size), jnp.dtype(dtype)), cpu)
         matmul = jax.jit(jnp.matmul).lower(x, x).compile()
@@ -143,16 +143,16 @@ def measure_matmul_peak(dtype: str, budget: float = 0.3) -> Peak:
 
 @functools.cache
 def measure_bandwidth() -> float:
-    """Negates a large array in place on this machine's CPU: bytes a second, at best."""
+    """Returns the best bytes per second of negating a large array on this CPU."""
     cpu = jax.local_devices(backend="cpu")[0]
-    # In place, because new memory has to be cleared by the system first.
+    # In place, because the system has to clear new memory first.
     negate = jax.jit(jnp.negative, donate_argnums=0)
-    x, fastest = negate(jnp.zeros(MOVED // 4, jnp.float32, device=cpu)), math.inf
+    x, fastest = negate(jnp.zeros(NUM_BYTES // 4, jnp.float32, device=cpu)), math.inf
     for _ in range(4):
         start = time.perf_counter()
         x = jax.block_until_ready(negate(x))
         fastest = min(fastest, time.perf_counter() - start)
-    return 2 * MOVED / fastest  # read and written
+    return 2 * NUM_BYTES / fastest  # each byte is read and written
 
 
 def _seconds(matmul: Callable[[Any, Any], Any], x: Any) -> float:

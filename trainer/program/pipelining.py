@@ -1,4 +1,4 @@
-"""A model on a mesh with a pipe axis: its schedule, microbatches and pipeline."""
+"""Pipelines a model over the pipe axis of a mesh: schedule and microbatches."""
 
 import dataclasses
 import functools
@@ -26,20 +26,20 @@ from ...sharding.resolve import resolve_dimensions
 from ...sharding.text import percent
 from . import contract
 
-# Share of a step; where more of it is bubble, a line says what would be better.
-MUCH = 0.2
+# If the bubble is a larger fraction of a step, a line suggests better settings.
+LARGE_BUBBLE = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipelining:
-    """How a mesh axis `pipe` larger than 1 is used.
+    """How to use a mesh axis `pipe` larger than 1.
 
     Attributes:
       schedule: gpipe, 1f1b or interleaved; "auto" is chosen for the devices, see
         docs/pipeline.md.
-      num_chunks: chunks of layers on each stage, for interleaved; None is chosen.
-      gather: weights sharded over fsdp are gathered once a "step" or at each use, once
-        a "microbatch"; "auto" is chosen.
+      num_chunks: chunks of layers per stage, for interleaved; None is chosen.
+      gather: whether weights sharded over fsdp are gathered once per "step", or at each
+        use, once per "microbatch"; "auto" is chosen.
     """
 
     schedule: str = AUTO
@@ -55,15 +55,15 @@ class Pipelining:
                 )
         num = self.num_chunks
         if num is not None and num < 1:
-            raise ValueError(f"num_chunks must be at least 1, got {num}")
+            raise ValueError(f"num_chunks must be >= 1, got {num}")
         if self.schedule not in ("interleaved", AUTO) and num not in (None, 1):
             raise ValueError(
-                f"num_chunks {num}: schedule {self.schedule} has one chunk of layers a "
-                "stage. Leave num_chunks unset, or take schedule interleaved."
+                f"num_chunks {num}: schedule {self.schedule} has one chunk of layers "
+                "per stage. Leave num_chunks unset, or use schedule interleaved."
             )
 
     def plain(self) -> "Pipelining":
-        """Itself, with the simplest value for each that is left to be chosen."""
+        """Returns these settings with the simplest value for each that is unset."""
         schedule = self.schedule
         if schedule == AUTO:
             schedule = "1f1b" if self.num_chunks in (None, 1) else "interleaved"
@@ -73,12 +73,12 @@ class Pipelining:
 
 @dataclasses.dataclass(frozen=True)
 class Staging:
-    """How a model runs as a pipeline on a mesh: its schedule, and what that costs.
+    """How a model is pipelined on a mesh: its schedule and the cost of it.
 
     Attributes:
-      order: the layer that stands at each place of the stored stack.
-      derived: whether the number of microbatches was chosen here.
-      advice: what would make a large bubble smaller; empty where it is small.
+      order: the layer at each index of the stored stack.
+      derived: whether the number of microbatches was chosen automatically.
+      advice: settings that would shrink a large bubble; empty if it is small.
     """
 
     schedule: Schedule
@@ -101,19 +101,19 @@ class Staging:
         )
 
     def describe(self, batch_size: int) -> str:
-        found = self.simulation
-        num = found.num_microbatches
-        chunks = f" of {found.num_chunks} chunks" if found.num_chunks > 1 else ""
+        simulation = self.simulation
+        num, num_chunks = simulation.num_microbatches, simulation.num_chunks
+        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
         derived = " (derived)" if self.derived else ""
         return (
-            f"Pipeline: {found.name}, stages {found.num_stages}{chunks}, microbatches "
-            f"{num}{derived}, examples in each {batch_size // num}; bubble "
-            f"{percent(found.bubble)} of the step (simulated), saved inputs a stage "
-            f"{found.slots}{self.advice}"
+            f"Pipeline: {simulation.name}, stages {simulation.num_stages}{chunks}, "
+            f"microbatches {num}{derived}, examples in each {batch_size // num}; "
+            f"bubble {percent(simulation.bubble)} of the step (simulated), saved "
+            f"inputs per stage {simulation.slots}{self.advice}"
         )
 
     def to_json(self, start: int) -> dict[str, Any]:
-        """For the run folder: what the steps after `start` use, and its costs."""
+        """Returns what the run folder records of the steps after `start`."""
         facts = {"start": start, "derived": self.derived}
         return {**facts, **self.simulation.to_json()}
 
@@ -129,27 +129,27 @@ def make_staging(
     num_layers: int | None = None,
     advise: bool = True,
 ) -> Staging | None:
-    """Stages a model on a mesh with a pipe axis; None for a mesh without one.
+    """Stages a model on a mesh with a pipe axis; returns None for a mesh without one.
 
     Args:
-      num_microbatches: None takes the number with the smallest bubble.
-      num_layers: of the stack, where it is known; otherwise the model is asked.
-      advise: whether to look for what would make a large bubble smaller.
+      num_microbatches: None chooses the number with the smallest bubble.
+      num_layers: of the stack; None reads it from the model.
+      advise: whether to look for settings that shrink a large bubble.
     """
     num_stages = mesh_sizes(mesh).get(PIPE, 1)
     if num_stages == 1:
         return None
     if not hasattr(model, "stack"):
         raise ValueError(
-            f"mesh axis pipe={num_stages}: {type(model).__name__} is no stack of equal "
-            "blocks (it has no method `stack`), so it cannot be cut into stages. "
-            "Set pipe=1."
+            f"mesh axis pipe={num_stages}: {type(model).__name__} is not a stack of "
+            "equal blocks (it has no method `stack`), so it cannot be split into "
+            "stages. Set pipe=1."
         )
     if wanted := contract.extras(model):
         raise ValueError(
             f"mesh axis pipe={num_stages}: {type(model).__name__}.loss takes "
-            f"{', '.join(wanted)}, but a pipeline runs the parts of its stack, which "
-            "are not given any of that. Set pipe=1."
+            f"{', '.join(wanted)}, but a pipeline calls the parts of the model's "
+            "stack, which do not take any of these. Set pipe=1."
         )
     row = rules.find("layer", "param")
     if row is None or all(PIPE not in candidate for candidate in row.candidates):
@@ -167,9 +167,9 @@ def make_staging(
         below = max(n for n in divisors(each) if n < num)
         above = [n for n in divisors(each) if n > num][:1]
         raise ValueError(
-            f"num_microbatches {num} does not divide the {each} examples that a device "
-            f"has of batch_size {batch_size}. Take "
-            f"{' or '.join(map(str, [below, *above]))}, or another batch_size."
+            f"num_microbatches {num} does not divide the {each} examples per device of "
+            f"batch_size {batch_size}. Set it to "
+            f"{' or '.join(map(str, [below, *above]))}, or change batch_size."
         )
     schedule = _make(name, num_stages, num, num_chunks)
     stack = model.stack()
@@ -190,7 +190,7 @@ def make_staging(
     return Staging(schedule, simulation, order, derived=derived, advice=advice)
 
 
-# A search lays the same schedule out on many meshes.
+# Cached because a search tries the same schedule on many meshes.
 _make = functools.lru_cache(maxsize=256)(make)
 
 
@@ -203,12 +203,13 @@ def _simulate(schedule: Schedule, remat: str, gather: str, layers: int) -> Simul
 def _advice(
     schedule: Schedule, derived: bool, each: int, batch_size: int, num_layers: int
 ) -> str:
-    """What to set for a smaller bubble, if it is large.
+    """Returns which settings would shrink the bubble, "" if it is small.
 
     Args:
-      each: examples of a batch on one device; num_layers: layers of one stage.
+      each: examples of a batch per device.
+      num_layers: layers per stage.
     """
-    if (bubble := simulate(schedule).bubble) <= MUCH:
+    if (bubble := simulate(schedule).bubble) <= LARGE_BUBBLE:
         return ""
     name, S, R = schedule.name, schedule.num_stages, schedule.num_chunks
 
@@ -217,14 +218,14 @@ def _advice(
         return num, simulate(make(name, S, num, R)).bubble
 
     num, less = best(name, R, divisors(each))
-    words, times = f"num_microbatches={num}", 1
+    setting, times = f"num_microbatches={num}", 1
     if less == bubble:
-        while less > MUCH:
+        while less > LARGE_BUBBLE:
             times *= 2
             num, less = best(name, R, divisors(each * times))
         both = "" if derived else f" and num_microbatches={num}"
-        words = f"batch_size={batch_size * times}{both}"
-    found = [(words, less)]
+        setting = f"batch_size={batch_size * times}{both}"
+    settings = [(setting, less)]
     if more := [n for n in divisors(num_layers) if n > R]:
         allowed = divisors(each) if derived else [schedule.num_microbatches]
         _, less = best("interleaved", more[0], allowed)
@@ -232,13 +233,13 @@ def _advice(
         if not parts or more[0] > 2:
             parts.append(f"pipeline.num_chunks={more[0]}")
         if less < bubble:
-            found.append((" and ".join(parts), less))
-    ways = " or ".join(f"{words} ({percent(less)})" for words, less in found)
-    return f". It would be smaller with {ways}."
+            settings.append((" and ".join(parts), less))
+    choices = " or ".join(f"{name} ({percent(less)})" for name, less in settings)
+    return f". It would be smaller with {choices}."
 
 
 def _examples_each(batch_size: int, mesh: Mesh | AbstractMesh, rules: Rules) -> int:
-    """Examples of a batch on every device that has some of its own."""
+    """Returns the number of examples in each shard of a batch."""
     (rows,) = resolve_dimensions(
         ("batch",),
         (batch_size,),

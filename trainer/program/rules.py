@@ -1,4 +1,4 @@
-"""A config's rules, and what they cannot shard in terms of the config."""
+"""The sharding rules of a config, and errors in terms of its settings."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_rules(plan: str, own: Mapping[str, Any]) -> Rules:
-    """The rules of a plan, then the config's own."""
+    """Returns the rules of a plan, followed by the config's own."""
     result = parse_plan(plan)
     for name, value in own.items():
         by_role = value if isinstance(value, Mapping) else {None: value}
@@ -25,7 +25,7 @@ def make_rules(plan: str, own: Mapping[str, Any]) -> Rules:
 
 @contextlib.contextmanager
 def name_settings(config: "Computation") -> Iterator[None]:
-    """Raises what the library does not find or cannot shard with the user's remedy."""
+    """Rewrites errors of the sharding library to name the settings to change."""
     try:
         yield
     except NoRule as error:
@@ -39,7 +39,7 @@ def name_settings(config: "Computation") -> Iterator[None]:
     except UnknownState as error:
         name = type(config.optimizer).__name__
         raise ValueError(
-            f"{error.found}. Name its dimensions: let {name} have an attribute "
+            f"{error.found}. Name its dimensions: give {name} an attribute "
             f"state_axes = {error.pattern}, which replicates it."
         ) from None
     except Indivisible as error:
@@ -54,14 +54,14 @@ def name_settings(config: "Computation") -> Iterator[None]:
 
 def _indivisible(config: "Computation", error: Indivisible) -> str:
     axes = ",".join(f"{axis}={size}" for axis, size in error.mesh_axes.items())
-    found = f"cannot be sharded {error.ways} ways ({axes})"
+    problem = f"cannot be sharded {error.ways} ways ({axes})"
     if error.axis in ("batch", "lookup_batch") and config.batch_size % error.size == 0:
         num = max(config.batch_size // error.size, config.num_microbatches or 1)
         parts = f" in {num} microbatches" if num > 1 else ""
         choices = multiples(config.batch_size, error.ways * num)
-        fewer = ", or other num_microbatches" if num > 1 else ""
+        fewer = ", change num_microbatches" if num > 1 else ""
         return (
-            f"batch_size {config.batch_size}{parts} {found}. Set batch_size to "
+            f"batch_size {config.batch_size}{parts} {problem}. Set batch_size to "
             f"{choices}{fewer}, or change the mesh."
         )
     setting = _setting(config, error)
@@ -70,14 +70,14 @@ def _indivisible(config: "Computation", error: Indivisible) -> str:
         row = f"rules={{'{error.axis}': {[tuple(error.mesh_axes), None]}}}"
     mesh = f"a mesh whose {' x '.join(error.mesh_axes)} divides {error.size}"
     return (
-        f"{error.what}: dimension {error.axis!r} of size {error.size} {found}. "
+        f"{error.what}: dimension {error.axis!r} of size {error.size} {problem}. "
         f"{f'{setting}, use' if setting else 'Use'} {mesh}, or set {row} to replicate "
-        "it where it does not divide."
+        "it if it is not divisible."
     )
 
 
 def _setting(config: "Computation", error: Indivisible) -> str:
-    """The setting of the model or the data that says how large the dimension is."""
+    """Returns what to do about the setting that determines the dimension's size."""
     model: Any = config.model
     name = getattr(model, "axis_settings", {}).get(error.axis)
     owner, node = "model", model
@@ -92,12 +92,12 @@ def _setting(config: "Computation", error: Indivisible) -> str:
     value = getattr(node, name)
     if value == error.size:
         return f"Set {owner}.{name} to {multiples(value, error.ways)}"
-    if isinstance(value, int) and error.size % value == 0:  # it is padded to that
+    if isinstance(value, int) and error.size % value == 0:  # it is padded to this size
         return f"Set {owner}.{name} to {math.lcm(value, error.ways)}"
     return f"Change {owner}.{name}"
 
 
 def multiples(size: int, of: int) -> str:
-    """The multiples nearest to a size that is none: "30 or 36"."""
+    """Returns the nearest multiples below and above a size, as in "30 or 36"."""
     below = size // of * of
     return " or ".join(str(n) for n in (below, below + of) if n)

@@ -1,7 +1,7 @@
-"""Learning rates over a run: constant, warm-up and cosine, warm-up-stable-decay.
+"""Learning-rate schedules: constant, warmup-cosine, warmup-stable-decay.
 
-Warm-up and decay are shares of the run, so that a run of any length has a schedule. The
-first update of a warm-up already moves: its rate is the peak / number of warm-up steps.
+Warmup and decay are fractions of the run, so a schedule fits a run of any length. The
+rate of the first update is not 0: it is the peak / number of warmup steps.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupCosine:
-    """Linear to the peak, then a cosine down to `final_share` of it.
+    """Linear warmup to the peak, then cosine decay to `final_share` of it.
 
     Attributes:
-      warmup_share: of the run's steps.
-      final_share: of the peak, reached after the last step.
+      warmup_share: fraction of the run's steps.
+      final_share: fraction of the peak, reached after the last step.
     """
 
     peak: float
@@ -46,16 +46,17 @@ class WarmupCosine:
         cosine = optax.cosine_decay_schedule(
             self.peak, max(num_steps - num_warmup, 1), self.final_share
         )
-        return _warm_up(self.peak, num_warmup, cosine)
+        return _with_warmup(self.peak, num_warmup, cosine)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay:
-    """Linear to the peak, constant, then linear down to `final_share` of it.
+    """Linear warmup to the peak, constant, then linear decay to `final_share` of it.
 
     Attributes:
-      warmup_share, decay_share: of the run's steps.
-      final_share: of the peak, reached after the last step.
+      decay_share: fraction of the run's steps.
+      warmup_share: fraction of the run's steps.
+      final_share: fraction of the peak, reached after the last step.
     """
 
     peak: float
@@ -75,10 +76,10 @@ class WarmupStableDecay:
             max(num_decay, 1),
             transition_begin=num_steps - num_decay - num_warmup,
         )
-        return _warm_up(self.peak, num_warmup, decay)
+        return _with_warmup(self.peak, num_warmup, decay)
 
 
-def _warm_up(peak: float, num_warmup: int, then: optax.Schedule) -> optax.Schedule:
+def _with_warmup(peak: float, num_warmup: int, then: optax.Schedule) -> optax.Schedule:
     def schedule(count):
         rising = peak * (count + 1) / max(num_warmup, 1)
         return jnp.where(count < num_warmup, rising, then(count - num_warmup))
@@ -89,8 +90,8 @@ def _warm_up(peak: float, num_warmup: int, then: optax.Schedule) -> optax.Schedu
 def _check_shares(schedule, *names: str) -> None:
     shares = {name: getattr(schedule, name) for name in names}
     if min(shares.values()) < 0 or sum(shares.values()) > 1:
-        found = ", ".join(f"{name}={value}" for name, value in shares.items())
+        values = ", ".join(f"{name}={value}" for name, value in shares.items())
         raise ValueError(
-            f"{type(schedule).__name__}: {found}; shares of the run's steps must not "
-            "be negative, nor more than 1 in all"
+            f"{type(schedule).__name__}: {values}; fractions of the run's steps must "
+            "be >= 0, with a sum <= 1"
         )

@@ -1,4 +1,4 @@
-"""The training state and its layout: resolved first, then born sharded."""
+"""The training state and its layout: resolved first, then created sharded."""
 
 import dataclasses
 import functools
@@ -22,10 +22,10 @@ class State(NamedTuple):
     step: Any  # int32 scalar, the number of updates done
     params: Any
     opt_state: Any
-    variables: Any = {}  # not trained, see contract.py; most models have none
+    variables: Any = {}  # not differentiated, see contract.py; most models have none
 
     def to_tree(self) -> dict[str, Any]:
-        """The state as it is saved: by name, without variables where there are none."""
+        """Returns the state as it is saved: by name, without empty variables."""
         tree = self._asdict()
         if not jax.tree.leaves(self.variables):
             del tree["variables"]
@@ -33,57 +33,56 @@ class State(NamedTuple):
 
 
 class Model(Protocol):
-    """What the trainer asks of a model, whatever its family.
+    """What the trainer requires of a model.
 
-    A loss may take more than these three, and a model may keep variables beside its
-    parameters: see contract.py. Optional methods: `model_flops(batch)`, the FLOPs of
-    one update on a batch of these shapes, none counted twice, for the share of the
+    A loss may take more arguments than these, and a model may have variables besides
+    its parameters: see contract.py. Optional methods: `model_flops(batch)`, the FLOPs
+    of one update on a batch of these shapes, without recomputation, to compare with the
     devices' peak; `costs`, see models/costs.py, for plans and forecasts; `stack`, see
     sharding/pipeline, for a mesh with a pipe axis.
     """
 
     def init(self, key: jax.Array) -> Any:
-        """Parameters as a tree of arrays. Pure."""
+        """Returns the parameters as a tree of arrays. Must be pure."""
         ...
 
     def axes(self) -> Any:
-        """A tuple of logical names for each parameter, in the parameters' form."""
+        """Returns a tree like the parameters with a tuple of logical names for each."""
         ...
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical names for each array a batch may hold."""
+        """Returns the logical names of each array that a batch may have."""
         ...
 
     def check_batch(self, batch: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Raises ValueError for data that the model cannot take.
+        """Raises ValueError for data that the model cannot use.
 
         Args:
-          batch: shapes and types of a batch.
-          facts: what the dataset says of itself, for instance its vocab_size.
+          batch: shapes and dtypes of a batch.
+          facts: properties of the dataset, for instance its vocab_size.
         """
         ...
 
     @property
     def loss(self) -> Callable[..., Any]:
-        """loss(params, batch, shard), and by name what else it wants of contract.py.
+        """loss(params, batch, shard), plus the keyword arguments of contract.py.
 
         Returns (sum, weight, {name: other sum of the same weight}), all scalars. A sum
-        named `penalty` is the part of the loss that only guides training; evaluation
-        leaves it out.
+        named `penalty` is a regularization term of the loss, which evaluation excludes.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How every array of the state is sharded: shapes only, no device needed.
+    """How every array of the state is sharded; shapes only, no devices needed.
 
     Attributes:
       axes: logical names of each array of the state.
-      begin: the state of step 0 with these parameters, layers in their own order, and
-        these variables.
-      order: the layer that stands at each place of the stack, where an interleaved
-        pipeline wants them in another order than their own; None otherwise.
+      init: key -> state of step 0.
+      begin: (parameters, variables) -> state of step 0; layers are in model order.
+      order: the layer at each index of the stack, if an interleaved pipeline needs
+        another order than the model's; None otherwise.
     """
 
     params: Resolved
@@ -104,26 +103,26 @@ class Layout:
         )
 
     def create(self, key: jax.Array, mesh: Mesh) -> State:
-        """A new state. No array is replicated, even for a moment, unless planned so."""
+        """Creates a state directly in its shardings, without replicating it first."""
         options = {}
         if mesh.devices.flat[0].platform == "cpu":
-            # Random numbers take seconds to compile at full optimization, and run once.
+            # Random numbers take seconds to compile at full optimization, but run once.
             options = {"xla_backend_optimization_level": 1}
         return jax.jit(
             self.init, out_shardings=self.shardings(mesh), compiler_options=options
         )(key)
 
     def create_from(self, params: Any, variables: Any, mesh: Mesh) -> State:
-        """Initializes the state from existing weights, layers in their own order."""
+        """Initializes the state from existing parameters, layers in model order."""
         begin = jax.jit(self.begin, out_shardings=self.shardings(mesh))
         return begin(params, variables)
 
     def canonical(self, state: State, mesh: Mesh) -> State:
-        """The state with layers in their own order, as it is on disk."""
+        """Returns the state with layers in model order, as it is stored on disk."""
         return self._reordered(state, mesh, np.argsort)
 
     def arranged(self, state: State, mesh: Mesh) -> State:
-        """A canonical state with layers in the order of this layout."""
+        """Returns a canonical state with layers in the order of this layout."""
         return self._reordered(state, mesh, np.asarray)
 
     def _reordered(self, state: State, mesh: Mesh, of_order: Callable) -> State:
@@ -140,11 +139,11 @@ class Layout:
 
     @functools.cached_property
     def _reorderings(self) -> dict[Any, Callable[[State], State]]:
-        """Jitted, to compile once and not at every save."""
+        """Holds jitted functions, so that they compile once and not at every save."""
         return {}
 
     def placed(self, mesh: Mesh) -> State:
-        """The state as shapes with shardings, to compile for or restore into."""
+        """Returns shapes, dtypes and shardings, to compile for or restore into."""
         return placed(self.abstract, self.shardings(mesh))
 
     @property
@@ -154,7 +153,7 @@ class Layout:
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-    """Shapes with shardings, from a tree of each."""
+    """Returns a tree of shapes and dtypes with these shardings."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
     )
@@ -169,11 +168,11 @@ def make_layout(
     *,
     state_axes: Mapping[str, Axes] | None = None,
 ) -> Layout:
-    """Resolves the whole state by shapes alone.
+    """Resolves the shardings of the state from its shapes.
 
     Args:
-      order: where layers do not stand in their own order, see Layout.
-      state_axes: an optimizer's own, see optimizers.Optimizer.
+      order: if the layers are not in model order, see `Layout`.
+      state_axes: of the optimizer, see `optimizers.Optimizer`.
     """
     axes = model.axes()
     if order is not None and np.array_equal(order, np.arange(len(order))):
@@ -190,12 +189,12 @@ def make_layout(
     def init(key):
         return begin(*weights(key))
 
-    # The key is made inside, so that a plan asks for no device.
-    found = jax.eval_shape(lambda: weights(jax.random.key(0)))
-    contract.check_axes(model, "axes", found[0], axes)
+    # The key is created inside eval_shape, so that a forecast needs no device.
+    shapes = jax.eval_shape(lambda: weights(jax.random.key(0)))
+    contract.check_axes(model, "axes", shapes[0], axes)
     variable_axes = contract.variable_axes(model)
-    contract.check_axes(model, "variable_axes", found[1], variable_axes)
-    abstract = jax.eval_shape(begin, *found)
+    contract.check_axes(model, "variable_axes", shapes[1], variable_axes)
+    abstract = jax.eval_shape(begin, *shapes)
     params = resolve(abstract.params, rules, mesh, axes=axes)
     opt_axes = axes_for_state(
         abstract.opt_state, abstract.params, axes, others=state_axes

@@ -1,4 +1,4 @@
-"""The train step and the evaluation step: pure, and jitted elsewhere.
+"""The train step and the evaluation step: pure functions, jitted in build.py.
 
 `state.step` is the only counter: learning rate and random keys are functions of it,
 whether or not a step was skipped.
@@ -21,25 +21,25 @@ from .state import Model, State
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
-# The two words of the digest of a batch's samples, as metrics.
+# Metrics with the two lanes of the digest of a batch's samples.
 SAMPLE_DIGEST = ("samples_0", "samples_1")
 
-# The array of a batch, inside a step, that holds the number each row's key is made of.
+# Inside a step, the batch array of row indices, from which the rows' keys are made.
 ROWS = "rows"
 
 MakeTx = Callable[[optax.Schedule], optax.GradientTransformation]
 
 
 class Gradients(NamedTuple):
-    """What a batch says of how to change the state: sums, divided by nothing yet.
+    """The result of a backward pass: sums, not yet divided by the weight.
 
-    The Gradients of parts of a batch add up to those of the whole.
+    The Gradients of the microbatches of a batch add up to those of the batch.
 
     Attributes:
-      sums: of the loss and the other figures, and their `weight`.
-      params: of the summed loss, in the form of the parameters.
-      statistics: the sums that variables are updated by.
-      samples: a digest of which samples the batch holds.
+      sums: of the loss and the other metrics, and their `weight`.
+      params: gradients of the summed loss, a tree like the parameters.
+      statistics: sums that update the variables.
+      samples: digest of the sample ids of the batch.
     """
 
     sums: Metrics
@@ -61,8 +61,8 @@ def gradients(
     """Computes the gradients of a batch.
 
     Args:
-      seed: of the keys of models that take one.
-      pipeline: computes the gradients by stages, with microbatches of its own.
+      seed: for the keys of models that take one.
+      pipeline: computes the gradients in stages, with its own microbatches.
     """
     samples, batch = _without_ids(batch)
     if pipeline is not None:
@@ -76,7 +76,7 @@ def gradients(
 
 def apply(
     state: State,
-    found: Gradients,
+    grads: Gradients,
     *,
     model: Model,
     make_tx: MakeTx,
@@ -84,41 +84,43 @@ def apply(
     max_grad_norm: float | None = None,
     skip_grad_norm: float | None = None,
 ) -> tuple[State, Metrics]:
-    """Updates the state. The loss is a sum over a weight, so any split gives one mean.
+    """Updates the state. The mean loss is the same for any split of the batch.
 
-    An update that is not finite is left out, on all devices alike: the step counts, and
-    parameters, optimizer state and variables stay as they were (`skipped` is 1 then).
+    A non-finite update is skipped on all devices: the step counter advances, while
+    parameters, optimizer state and variables stay unchanged, and the metric `skipped`
+    is 1.
 
     Args:
+      grads: sums, divided here by their weight.
       make_tx: makes the optimizer for a learning rate.
-      skip_grad_norm: a larger norm of the gradient is taken for a failed step too.
+      skip_grad_norm: an update with a larger gradient norm is skipped too.
     """
-    weight = _divisor(found.sums)
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, found.params)
-    norm = optax.tree_utils.tree_norm(grads)
+    weight = _divisor(grads.sums)
+    mean = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads.params)
+    norm = optax.tree_utils.tree_norm(mean)
     if max_grad_norm is not None:
         scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        mean = jax.tree.map(lambda g: g * scale, mean)
+    mean = jax.tree.map(lambda g, p: g.astype(p.dtype), mean, state.params)
     rate = learning_rate(state.step)
-    # The count that optax keeps for schedules stands still where a step is skipped.
+    # optax's own schedule count does not advance when a step is skipped.
     tx = make_tx(lambda count: rate)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    updates, opt_state = tx.update(mean, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    variables = contract.update_variables(model, state.variables, found.statistics)
-    means = _means(found.sums)
-    is_good = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
+    variables = contract.update_variables(model, state.variables, grads.statistics)
+    means = _means(grads.sums)
+    is_valid = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
     for variable in jax.tree.leaves(variables):
-        is_good &= jnp.isfinite(variable).all()
+        is_valid &= jnp.isfinite(variable).all()
     if skip_grad_norm is not None:
-        is_good &= norm <= skip_grad_norm
+        is_valid &= norm <= skip_grad_norm
     new = State(state.step + 1, params, opt_state, variables)
-    kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new, state)
+    kept = jax.tree.map(lambda new, old: jnp.where(is_valid, new, old), new, state)
     metrics = means | {
         "grad_norm": norm,
         "learning_rate": jnp.asarray(rate, jnp.float32),
-        "skipped": 1 - is_good,
-        **found.samples,
+        "skipped": 1 - is_valid,
+        **grads.samples,
     }
     return kept._replace(step=new.step), metrics
 
@@ -130,15 +132,15 @@ def train_step(
     compute: Callable[[State, Batch], Gradients],
     update: Callable[[State, Gradients], tuple[State, Metrics]],
 ) -> tuple[State, Metrics]:
-    """One update, bit for bit what `gradients` and `apply` give one after the other.
+    """Runs one update, bit-identical to `gradients` followed by `apply`.
 
     Args:
-      compute: `gradients`, with all but its first two arguments bound.
-      update: `apply`, likewise.
+      compute: `gradients` with all but its first two arguments bound.
+      update: `apply` with all but its first two arguments bound.
     """
-    found = compute(state, batch)
-    # Or the compiler would fuse the two, and round otherwise than it does for each.
-    return update(state, jax.lax.optimization_barrier(found))
+    grads = compute(state, batch)
+    # Without it the compiler would fuse across the two, and round differently.
+    return update(state, jax.lax.optimization_barrier(grads))
 
 
 def eval_step(
@@ -150,7 +152,7 @@ def eval_step(
     seed: int = 0,
     pipeline: Pipeline | None = None,
 ) -> Metrics:
-    """Sums over a batch, to be added over batches before they are divided.
+    """Returns sums over a batch, to be added over batches before the division.
 
     A sample has the same key in every evaluation.
     """
@@ -162,8 +164,8 @@ def eval_step(
     if "key" in contract.extras(model):
         if ids is None:
             raise ValueError(
-                f"{type(model).__name__}.loss takes a key, which evaluation makes of "
-                f"each sample's number: the batch needs an array {SAMPLE_IDS!r}"
+                f"{type(model).__name__}.loss takes a key, which evaluation derives "
+                f"from the sample ids: add an array {SAMPLE_IDS!r} to the batch"
             )
         key = contract.row_keys(seed, contract.EVALUATION, 0, ids)
     sums, _ = contract.call(
@@ -186,10 +188,10 @@ def _gradients(
     seed: int,
     num_microbatches: int,
 ) -> tuple[Metrics, Any, Any]:
-    """Sums, their gradients, and the sums that variables are updated by.
+    """Returns sums, their gradients, and the statistics that update the variables.
 
-    Over microbatches one after the other, in float32. All of them see the variables of
-    the step's beginning.
+    Microbatches run sequentially and are accumulated in float32. All of them see the
+    variables from the beginning of the step.
     """
     params, is_random = state.params, "key" in contract.extras(model)
     if is_random:
@@ -214,7 +216,7 @@ def _gradients(
         return sums, grads, statistics
 
     def add(carry, microbatch):
-        # A float32 carry makes the addition float32, whatever the gradient's type.
+        # The float32 carry makes the addition float32, whatever the gradient's dtype.
         return jax.tree.map(jnp.add, carry, grad(params, microbatch)), None
 
     microbatches = _split(batch, model, shard, num_microbatches)
@@ -227,7 +229,7 @@ def _gradients(
 
 
 def _without_ids(batch: Batch) -> tuple[Metrics, Batch]:
-    """A digest of which samples a batch holds, for the ledger, and the rest of it."""
+    """Returns the digest of the sample ids, for the ledger, and the other arrays."""
     if SAMPLE_IDS not in batch:
         return {}, batch
     rest = {name: x for name, x in batch.items() if name != SAMPLE_IDS}
@@ -236,10 +238,10 @@ def _without_ids(batch: Batch) -> tuple[Metrics, Batch]:
 
 
 def _split(batch: Batch, model: Model, shard: Sharder, num: int) -> Batch:
-    """[B, ...] as [num, B / num, ...], each device keeping the rows it has.
+    """Reshapes [B, ...] to [num, B / num, ...] without moving rows between devices.
 
-    Microbatch m takes rows m, m + num, ...: contiguous rows would move between devices,
-    since each device holds a contiguous part of the batch.
+    Microbatch m has rows m, m + num, ... Contiguous rows would move between devices,
+    because each device holds a contiguous range of rows.
     """
     axes = {**model.batch_axes(), ROWS: ("batch",)}
 
@@ -256,5 +258,5 @@ def _means(sums: Metrics) -> Metrics:
 
 
 def _divisor(sums: Metrics) -> jax.Array:
-    """The weight, or 1 where there is none: then every sum is 0."""
+    """Returns the weight, or 1 if it is 0, in which case every sum is 0."""
     return jnp.where(sums["weight"] > 0, sums["weight"], 1.0)

@@ -1,1 +1,1 @@
-"""What a run writes down: metrics, ledger, progress, and its folder."""
+"""Records of a run: metrics, ledger, progress, and the run folder."""

@@ -1,4 +1,4 @@
-"""The numbers behind a chart: smoothing, thinning out, and round axis marks."""
+"""Data for charts: smoothing, downsampling, and round axis ticks."""
 
 import dataclasses
 import math
@@ -9,10 +9,10 @@ MAX_POINTS = 1500
 
 
 def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the centred mean of the finite values; NaN where the value is not.
+    """Returns the centered mean of the finite values, NaN where a value is not finite.
 
-    At the beginning, where a loss falls fast, the window shrinks on both sides, so
-    that the curve has no lag; at the end it is cut off.
+    At the beginning, where a loss falls fast, the window shrinks on both sides, so that
+    the curve does not lag. At the end it is truncated.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -27,13 +27,13 @@ def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:
 def downsample(
     steps: np.ndarray, values: np.ndarray, max_points: int = MAX_POINTS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most `max_points` points, with the extremes of every stretch.
+    """Returns at most `max_points` points, including the extremes of every interval.
 
-    A stretch with a value that is not finite keeps one of them, as a gap.
+    An interval with non-finite values keeps one of them, as a gap.
     """
     if len(steps) <= max_points:
         return steps, values
-    # At most three points of a stretch are kept, and the two ends.
+    # At most three points per interval are kept, plus the two ends.
     edges = np.linspace(0, len(steps), (max_points - 2) // 3 + 1).astype(int)
     kept = {0, len(steps) - 1}
     for low, high in zip(edges[:-1], edges[1:], strict=True):
@@ -49,7 +49,7 @@ def downsample(
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Returns about `count` round numbers (1, 2 or 5 of a power of ten) in range."""
+    """Returns about `count` round numbers (1, 2 or 5 times a power of ten) in range."""
     if high <= low:
         return [low]
     raw = (high - low) / count
@@ -60,7 +60,7 @@ def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns round numbers between two positive ones, about equally far in ratio."""
+    """Returns round numbers in a positive range, with roughly equal ratios."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         ticks = [d * 10.0**e for e in decades for d in digits]
@@ -74,7 +74,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """Maps values to places on the height of a chart."""
+    """Maps values to vertical positions in a chart."""
 
     low: float
     high: float
@@ -82,7 +82,7 @@ class Axis:
     log: bool = False
 
     def part(self, value: float) -> float:
-        """Returns 0 at the top and 1 at the bottom; NaN where there is no place."""
+        """Returns 0 at the top and 1 at the bottom, NaN for a value not on the axis."""
         if not self.log:
             return 1 - (value - self.low) / (self.high - self.low)
         if not value > 0:
@@ -93,9 +93,9 @@ class Axis:
 def value_axis(
     values: np.ndarray, *, from_zero: bool = False, log: bool = False
 ) -> Axis:
-    """Returns an axis that holds all finite values with a little room.
+    """Returns an axis that covers all finite values with a small margin.
 
-    A logarithmic one holds the positive values, and there must be some.
+    A logarithmic axis covers the positive values; there must be at least one.
     """
     values = values[np.isfinite(values)]
     if log:

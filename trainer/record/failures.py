@@ -1,6 +1,6 @@
-"""Errors that the user must fix, and errors that may pass if the job is started again.
+"""Tells errors that the user must fix from errors that a restart may cure.
 
-The exit status follows from it: a supervisor never restarts a job that ended with
+This determines the exit status: a supervisor never restarts a job that ended with
 status 2, so 2 must mean that the next attempt would fail in the same way.
 """
 
@@ -8,8 +8,8 @@ import errno
 import os
 import re
 
-# What stays wrong until somebody changes the machine, the command or the files.
-FOR_THE_USER = frozenset(
+# Errors that persist until the user changes the machine, the command or the files.
+USER_ERRNOS = frozenset(
     {
         errno.ENOSPC,
         errno.EDQUOT,
@@ -28,15 +28,15 @@ FOR_THE_USER = frozenset(
 
 
 class CorruptCheckpoint(ValueError):
-    """A committed checkpoint that is not what was saved."""
+    """A committed checkpoint whose contents are not what was saved."""
 
 
 class Unreadable(OSError):
-    """A checkpoint that storage did not give; it may be whole."""
+    """A checkpoint that storage failed to return; it may be intact."""
 
 
 def errno_of(error: BaseException | str) -> int | None:
-    """The system's error number, also where a library only quotes its message."""
+    """Returns the errno, even if a library only quotes the system's message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     text = str(error)
@@ -46,18 +46,18 @@ def errno_of(error: BaseException | str) -> int | None:
     return next(quoted, None)
 
 
-def is_for_the_user(error: BaseException) -> bool:
-    """Whether starting again is of no use before the user has fixed something.
+def is_user_error(error: BaseException) -> bool:
+    """Returns whether a restart is pointless until the user has fixed something.
 
-    A ValueError from inside a library is a defect of ours: it is not for the user.
+    A ValueError raised inside another library is a bug of ours, not a user error.
     """
     if isinstance(error, OSError):
-        return errno_of(error) in FOR_THE_USER
+        return errno_of(error) in USER_ERRNOS
     return isinstance(error, ValueError | FloatingPointError) and is_ours(error)
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether our own code raised it, with a message that was written for the user."""
+    """Returns whether our own code raised it, with a message meant for the user."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Digests of files, kept with each file's size and time so that none is read twice."""
+"""Digests of files, stored with size and time so that no file is read twice."""
 
 import concurrent.futures
 import dataclasses
@@ -12,25 +12,25 @@ from ...sharding.text import duration, human_bytes
 
 CHUNK = 2**20
 NUM_THREADS = 4
-# Lines of progress: the first after so many seconds, then as often.
-SAY_SECONDS = 5.0
-# A file changed so shortly before it was read could change again within one tick of the
-# file system's clock, and would look the same.
+# Interval between progress lines.
+PROGRESS_SECONDS = 5.0
+# A file modified this recently could change again within one tick of the file system's
+# clock, and would look unchanged.
 FRESH_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What a file looked like when its contents had this digest."""
+    """Size, modification time and digest of a file."""
 
     size: int
-    mtime_ns: int  # 0 where the file was too new to be known again
+    mtime_ns: int  # 0 if the file was too new to be recognized by its time
     digest: str
 
 
 def stat(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def read(
@@ -40,20 +40,25 @@ def read(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Stamp]:
-    """The stamp of each file, {name: path}; only those not among `kept` are read."""
-    known, wanted = {}, {}
+    """Returns the stamp of each file; reads only those without a stamp in `kept`.
+
+    Args:
+      files: {name: path}.
+      kept: stamps from earlier runs, by name.
+    """
+    known, to_read = {}, {}
     for name, path in files.items():
         size, mtime_ns = stat(path)
         for stamp in kept.get(name, ()):
             if (stamp.size, stamp.mtime_ns) == (size, mtime_ns):
                 known[name] = stamp
         if name not in known:
-            wanted[name] = path
-    total = sum(os.stat(path).st_size for path in wanted.values())
+            to_read[name] = path
+    total = sum(os.stat(path).st_size for path in to_read.values())
     progress = _Progress(total, say, clock)
     with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "digest") as pool:
-        stamps = pool.map(lambda path: _stamp(path, progress), wanted.values())
-        known |= dict(zip(wanted, stamps, strict=True))
+        stamps = pool.map(lambda path: _stamp(path, progress), to_read.values())
+        known |= dict(zip(to_read, stamps, strict=True))
     return {name: known[name] for name in files}
 
 
@@ -66,8 +71,8 @@ def _stamp(path: str, progress: "_Progress") -> Stamp:
             progress.add(len(chunk))
     if stat(path) != before:
         raise ValueError(
-            f"'{path}' changed while it was read. Start again with files that stay as "
-            "they are."
+            f"'{path}' changed while it was read. Start again with files that nothing "
+            "modifies."
         )
     size, mtime_ns = before
     is_fresh = began - mtime_ns / 1e9 < FRESH_SECONDS
@@ -75,20 +80,20 @@ def _stamp(path: str, progress: "_Progress") -> Stamp:
 
 
 class _Progress:
-    """Says how far the reading is, where it takes long; from any thread."""
+    """Prints progress lines if reading takes long; may be called from any thread."""
 
     def __init__(self, total: int, say: Callable[[str], None], clock):
         self._total, self._say, self._clock = total, say, clock
         self._done, self._lock = 0, threading.Lock()
-        self._began = self._said = clock()
+        self._began = self._last_line = clock()
 
     def add(self, num_bytes: int) -> None:
         with self._lock:
             self._done += num_bytes
             now = self._clock()
-            if now - self._said < SAY_SECONDS:
+            if now - self._last_line < PROGRESS_SECONDS:
                 return
-            self._said = now
+            self._last_line = now
             left = (now - self._began) * (self._total / self._done - 1)
             self._say(
                 "Reading the data once for its digest: "

@@ -1,4 +1,4 @@
-"""The history of a run that begins anew is kept, and never written over in silence."""
+"""Archives the history of a run that starts over, instead of overwriting it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,20 +12,28 @@ NAMES = (*metrics.FILES.values(), ledger_lib.FILE, "tensorboard")
 
 
 @dataclasses.dataclass(frozen=True)
-class Anew:
-    """Where the history is, by its name in the run folder, and why it ended."""
+class Archived:
+    """An archived history.
+
+    Attributes:
+      history: name of its folder in the run folder.
+      reason: why the run starts over.
+    """
 
     history: str
     reason: str
 
 
-def begin_anew(folder: Path, ledger: Ledger, say: Callable[[str], None]) -> Anew | None:
-    """Says what becomes of steps that were done and that no checkpoint is left of.
+def archive(
+    folder: Path, ledger: Ledger, say: Callable[[str], None]
+) -> Archived | None:
+    """Archives the metrics and the ledger of a run that has lost all its checkpoints.
 
-    Where there were checkpoints, figures and ledger are moved into a folder of their
-    own. A run that died before its first one only does its steps again.
+    A run that died before its first checkpoint has nothing to archive: it repeats its
+    steps, and a line says so.
 
-    Returns None where nothing was moved.
+    Returns:
+      The archive, or None if nothing was moved.
     """
     rows = ledger.read()
     done = max((row["step"] for row in rows if row["event"] == "step"), default=0)
@@ -33,25 +41,26 @@ def begin_anew(folder: Path, ledger: Ledger, say: Callable[[str], None]) -> Anew
         return None
     saved = [row["step"] for row in rows if row["event"] in ("commit", "restore")]
     if not saved:
-        say(f"No checkpoint was saved before: steps 1 to {done} are done again.")
+        say(f"No checkpoint was saved: steps 1 to {done} will be repeated.")
         return None
-    aside = _free_name(folder)
-    aside.mkdir()
+    archive_folder = _unused_name(folder)
+    archive_folder.mkdir()
     moved = [name for name in NAMES if (folder / name).exists()]
     for name in moved:
-        (folder / name).rename(aside / name)
+        (folder / name).rename(archive_folder / name)
     say(
-        f"This run had checkpoints, up to step {max(saved)}, and none is left to go on "
-        f"from: it starts anew at step 0. Its history until now ({', '.join(moved)}) "
-        f"is in {aside}."
+        f"This run had checkpoints up to step {max(saved)}, but none is left to resume "
+        f"from: it starts over at step 0. Its history so far ({', '.join(moved)}) is "
+        f"in {archive_folder}."
     )
     last = max(i for i, row in enumerate(rows) if row["event"] in ("step", "restore"))
-    torn = [row["reason"] for row in rows[last:] if row["event"] == "set_aside"]
-    return Anew(aside.name, "; ".join(torn) or "its checkpoints were removed")
+    corrupt = [row["reason"] for row in rows[last:] if row["event"] == "set_aside"]
+    reason = "; ".join(corrupt) or "its checkpoints were removed"
+    return Archived(archive_folder.name, reason)
 
 
-def _free_name(folder: Path) -> Path:
+def _unused_name(folder: Path) -> Path:
     number = 1
-    while (found := folder / f"earlier-{number}").exists():
+    while (path := folder / f"earlier-{number}").exists():
         number += 1
-    return found
+    return path

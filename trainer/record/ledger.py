@@ -1,13 +1,13 @@
-"""The ledger of a run: which samples went into which update, and all that happened.
+"""The ledger of a run: which samples went into which update, and all other events.
 
-`ledger.jsonl` is only ever appended to, by one process. A line for each step,
+`ledger.jsonl` is append-only and written by one process. Each step has a line,
 
     {"event": "step", "step": 7, "batch": 6, "samples": "5c0e1d..."}
 
-with the number of its batch in the order of the data and a digest of the samples that
-the update was computed from, taken on the devices; `skipped` where the update was left
-out. Every other event has a `time`. After a `restore` to step s, the steps after s that
-stand before it have no part in the state any more: they are done again.
+with the number of its batch in the order of the data, and a digest, computed on the
+devices, of the samples that went into the update; `skipped` marks an update that was
+skipped. Every other event has a `time`. A `restore` to step s discards all earlier
+lines of steps after s: they are no longer part of the state, and are repeated.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Appends to the ledger of a run folder; only the writer of a job does.
+    """Appends to the ledger of a run folder, if this process is the job's writer.
 
-    Events may come from any thread.
+    Thread-safe.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps events back until the block ends, and drops them where it fails."""
+        """Buffers events until the block ends, and drops them if it raises."""
         self._held = []
         try:
             yield
@@ -64,25 +64,25 @@ class Ledger:
             self._held = None
 
     def event_now(self, kind: str, **fields: Any) -> None:
-        """An event that stays, also where the attempt that notes it fails."""
+        """Records an event that is kept even if the current `held` block raises."""
         held, self._held = self._held, None
         self.event(kind, **fields)
         self._held = held
 
     def steps(self, rows: Sequence[dict[str, Any]], batches_ahead: int) -> None:
-        """Notes steps, and takes the digests of their samples out of the rows.
+        """Records steps, and removes the digests of their samples from the rows.
 
         Args:
-          batches_ahead: batches that were passed over, by rewinding, before these.
+          batches_ahead: batches that earlier rewinds have skipped.
         """
-        found = []
+        lines = []
         for row in rows:
             step = int(row["step"])
             lanes = [row.pop(name) for name in SAMPLE_DIGEST]
             line = {"event": "step", "step": step, "batch": step - 1 + batches_ahead}
             line["samples"] = digest.hexadecimal(lanes)
-            found.append(line | ({"skipped": True} if row["skipped"] else {}))
-        self._append(found)
+            lines.append(line | ({"skipped": True} if row["skipped"] else {}))
+        self._append(lines)
 
     def read(self) -> list[dict[str, Any]]:
         return metrics.read(self.path) if self.path.exists() else []
@@ -95,10 +95,10 @@ class Ledger:
 
 
 def _drop_torn_end(path: Path) -> None:
-    """Cuts off what follows the last newline: half a line of a killed process."""
+    """Truncates the file after its last newline; a killed process may leave a rest."""
     if not path.exists():
         return
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)

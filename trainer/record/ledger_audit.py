@@ -1,9 +1,9 @@
-"""`meshloom ledger audit`: proof that each sample went into exactly one update.
+"""`meshloom ledger audit`: proves that each sample went into exactly one update.
 
-Nothing but the ledger is read. Which samples a batch holds is computed again from the
-order of the data, and must be what the devices saw; and no sample of the same data, by
-its digest, may be in two updates of one epoch. Where the data was changed on purpose,
-that is proved for each part of the history that had the same data.
+Only the ledger is read. The samples of each batch are recomputed from the order of the
+data and must match what the devices saw, and no sample of the same data (by digest) may
+be in two updates of one epoch. If the data was changed on purpose, this is proved for
+each part of the history that used the same data.
 """
 
 import dataclasses
@@ -22,16 +22,15 @@ from ..program import digest
 from .ledger import Ledger
 
 Row = Mapping[str, Any]
-# Digests of so many batches are computed at once.
-CHUNK = 1024
+CHUNK = 1024  # batches whose digests are computed at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What a start of the run says.
+    """One start of the run.
 
     Attributes:
-      data: digest of the contents of the train split; None in ledgers of old.
+      data: digest of the contents of the train split; None in old ledgers.
     """
 
     batch_size: int
@@ -40,10 +39,10 @@ class Attempt:
 
     @property
     def dataset(self) -> tuple[str | None, int]:
-        """What two starts with the same samples have in common."""
+        """Identifies the samples: equal for two starts with the same data."""
         return self.data, self.order.num_examples
 
-    def words(self) -> str:
+    def describe(self) -> str:
         digest = "of unknown digest" if self.data is None else self.data[:16]
         return f"data {digest} ({self.order.num_examples:,} examples)"
 
@@ -64,20 +63,20 @@ class Applied:
 
     @property
     def examples(self) -> tuple[int, int]:
-        """The first number in the order of the data, and the one after the last."""
+        """The range [first, stop) of the batch's positions in the order of the data."""
         return self.batch * self.batch_size, (self.batch + 1) * self.batch_size
 
 
 @dataclasses.dataclass
 class Audit:
-    """What a ledger says.
+    """The result of an audit.
 
     Attributes:
-      history: the steps that the newest state is made of.
-      repeated: steps that were done, lost, and done again or not.
-      passed_over: [from, to) in examples, by rewinding, and of which attempt.
-      events: how many there are of each kind.
-      faults: what is wrong; [] if nothing.
+      history: the steps that produced the newest state.
+      repeated: number of steps that were discarded by a restore.
+      passed_over: (first, stop, attempt) of the examples that each rewind skipped.
+      events: number of events of each kind.
+      faults: inconsistencies; [] if there are none.
     """
 
     history: list[Applied]
@@ -88,31 +87,31 @@ class Audit:
 
     @property
     def parts(self) -> list[tuple[int, int, Attempt]]:
-        """(first step, last step, attempt) of stretches on the same data."""
-        found: list[tuple[int, int, Attempt]] = []
+        """(first step, last step, attempt) of consecutive steps on the same data."""
+        parts: list[tuple[int, int, Attempt]] = []
         for step in self.history:
-            if found and found[-1][2].dataset == step.attempt.dataset:
-                found[-1] = (found[-1][0], step.step, found[-1][2])
+            if parts and parts[-1][2].dataset == step.attempt.dataset:
+                parts[-1] = (parts[-1][0], step.step, parts[-1][2])
             else:
-                found.append((step.step, step.step, step.attempt))
-        return found
+                parts.append((step.step, step.step, step.attempt))
+        return parts
 
     def verdict(self) -> str:
         if self.faults:
             return "FAILED\n" + "\n".join(f"  {fault}" for fault in self.faults)
         proved = "each sample contributed to exactly one update"
         if len(self.parts) < 2:
-            return f"{proved} of its epoch, or is named above"
+            return f"{proved} of its epoch, or is listed above"
         lines = [
-            f"  steps {first} to {last}, {attempt.words()}: {proved} of its epoch, or "
-            "is named above"
+            f"  steps {first} to {last}, {attempt.describe()}: {proved} of its epoch, "
+            "or is listed above"
             for first, last, attempt in self.parts
         ]
         return "\n".join(
             [
                 "the data was changed on purpose, so this is proved for each part:",
                 *lines,
-                "  Whether a sample of one part is also in another cannot be told.",
+                "  Whether a sample of one part is also in another is unknown.",
             ]
         )
 
@@ -122,12 +121,12 @@ class Audit:
         rows = [
             ("steps in the history", f"{len(self.history):,}"),
             ("samples in an update", f"{sum(s.batch_size for s in done):,}"),
-            ("steps left out", f"{len(self.history) - len(done):,}"),
+            ("steps skipped", f"{len(self.history) - len(done):,}"),
             (
-                "samples passed over",
+                "samples skipped by rewinds",
                 f"{sum(stop - start for start, stop, _ in self.passed_over):,}",
             ),
-            ("steps done again", f"{self.repeated:,}"),
+            ("steps repeated", f"{self.repeated:,}"),
             ("events", ", ".join(events)),
         ]
         return f"{align(rows)}\naudit: {self.verdict()}"
@@ -138,19 +137,19 @@ def audit(folder: Path) -> Audit:
     rows = ledger.read()
     if not any(row["event"] == "start" for row in rows):
         raise ValueError(
-            f"{ledger.path}: no run has started in it. Name the folder of a run."
+            f"{ledger.path} records no start of a run. Name the folder of a run."
         )
     return examine(rows)
 
 
 def examine(rows: Iterable[Row]) -> Audit:
-    """Plays the ledger back, and checks what is left."""
+    """Replays the ledger, and checks the resulting history."""
     history: dict[int, Applied] = {}
     found = Audit([], 0, [], {}, [])
-    # By the step they came after.
+    # By the step before the rewind.
     passed_over: dict[int, tuple[int, int, Attempt]] = {}
     attempt, started = Attempt(0, Order(1), None), False
-    announced: set[str] = set()  # digests of data that somebody insisted on
+    announced: set[str] = set()  # digests of data that the user has accepted
     for row in rows:
         kind = row["event"]
         if kind != "step":
@@ -166,13 +165,13 @@ def examine(rows: Iterable[Row]) -> Audit:
             first, stop = (n * attempt.batch_size for n in row["skipped_batches"])
             passed_over[row["step"]] = first, stop, attempt
         elif kind == "step":
-            if started:  # no checkpoint was there: from nothing
+            if started:  # there was no checkpoint, so it started from scratch
                 _drop_after(0, history, passed_over, found)
                 started = False
             step = row["step"]
             if step in history:
                 found.faults.append(
-                    f"step {step} was done twice without a restore between"
+                    f"step {step} is recorded twice without a restore in between"
                 )
             skipped = row.get("skipped", False)
             samples = row["samples"]
@@ -183,7 +182,7 @@ def examine(rows: Iterable[Row]) -> Audit:
     found.faults += _gaps(found.history)
     found.faults += _missing(found)
     found.faults += _repeated(found)
-    found.faults += _strangers(found.history)
+    found.faults += _wrong_samples(found.history)
     return found
 
 
@@ -196,21 +195,21 @@ def _drop_after(step: int, history: dict, passed_over: dict, found: Audit) -> No
     for later in [s for s in history if s > step]:
         del history[later]
         found.repeated += 1
-    # What was passed over by going back to a checkpoint is not yet known to it.
+    # A checkpoint does not contain the rewind that went back to it.
     for later in [s for s in passed_over if s >= step]:
         del passed_over[later]
 
 
 def _unannounced(found: Audit, announced: set[str]) -> list[str]:
-    """Other data that the ledger has no event of."""
+    """Returns changes of the data that the ledger has no event for."""
     faults = []
     for (_, last, before), (_, _, now) in itertools.pairwise(found.parts):
         if now.data is None or before.data in (None, now.data):
-            continue  # nothing is known, or the same files in other examples
+            continue  # unknown, or the same files packed into other examples
         if now.data[:16] not in announced:
             faults.append(
-                f"after step {last} {before.words()} became {now.words()} without an "
-                "event"
+                f"after step {last} {before.describe()} became {now.describe()} "
+                "without an event"
             )
     return faults
 
@@ -221,18 +220,18 @@ def _gaps(history: Sequence[Applied]) -> list[str]:
     first = next(wrong, None)
     if first is None:
         return []
-    return [f"the history has {len(history)} steps, but misses one before {first}"]
+    return [f"the history has {len(history)} steps, but one before {first} is missing"]
 
 
 def _uses(found: Audit) -> list[tuple[int, int, str, Attempt]]:
-    """Each step, and each rewind, with the examples of the order that it took."""
+    """Returns (first, stop, name, attempt) of the examples of each step and rewind."""
     uses = [(*s.examples, f"step {s.step}", s.attempt) for s in found.history]
     uses += [(first, stop, "a rewind", a) for first, stop, a in found.passed_over]
     return sorted(uses, key=lambda use: use[:3])
 
 
 def _missing(found: Audit) -> list[str]:
-    """Examples of the order that were neither used nor passed over by name."""
+    """Returns examples of the order that were neither used nor skipped by a rewind."""
     faults, end = [], 0
     for first, stop, who, _ in _uses(found):
         if first > end:
@@ -242,9 +241,9 @@ def _missing(found: Audit) -> list[str]:
 
 
 def _repeated(found: Audit) -> list[str]:
-    """Samples of the same data that were used twice in one epoch."""
+    """Returns samples of the same data that were used twice in one epoch."""
     faults = []
-    # By data and epoch, the use of each sample, counted from 1.
+    # By data and epoch: the use of each sample, counted from 1.
     seen: dict[tuple[tuple[str | None, int], int], np.ndarray] = {}
     uses = _uses(found)
     for number, (first, stop, who, attempt) in enumerate(uses, start=1):
@@ -252,7 +251,7 @@ def _repeated(found: Audit) -> list[str]:
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             key = attempt.dataset, epoch
             if key not in seen:
-                # Epochs follow one another: two at a time are enough.
+                # Uses are sorted, so only the last two epochs are needed.
                 for old in [k for k in seen if k[1] < epoch - 1]:
                     del seen[old]
                 seen[key] = np.zeros(attempt.order.num_examples, np.int32)
@@ -262,15 +261,15 @@ def _repeated(found: Audit) -> list[str]:
                 sample = int(mine[np.argmax(earlier > 0)])
                 by = uses[int(seen[key][sample]) - 1][2]
                 faults.append(
-                    f"{who} has {again} samples that epoch {epoch} has used already, "
-                    f"first sample {sample}, of {by}"
+                    f"{who} has {again} samples that epoch {epoch} has already used, "
+                    f"the first is sample {sample}, used by {by}"
                 )
             seen[key][mine] = number
     return faults
 
 
-def _strangers(history: Sequence[Applied]) -> list[str]:
-    """Steps whose samples are not those of their batch."""
+def _wrong_samples(history: Sequence[Applied]) -> list[str]:
+    """Returns steps whose samples are not those of their batch."""
     faults = []
     for begin in range(0, len(history), CHUNK):
         part = history[begin : begin + CHUNK]
@@ -284,7 +283,7 @@ def _strangers(history: Sequence[Applied]) -> list[str]:
                 if step.samples != expected:
                     faults.append(
                         f"step {step.step}: its samples have digest {step.samples}, "
-                        f"those of batch {step.batch} {expected}"
+                        f"but those of batch {step.batch} have {expected}"
                     )
     return faults
 

@@ -1,8 +1,8 @@
-"""Files and services that the figures of a run are written to.
+"""Writes the metrics of a run to files and services.
 
-A row is a flat dict with at least `step`. JSON has no NaN and no infinity, so
-they are written as the strings "NaN", "Infinity" and "-Infinity" (null would not
-tell them apart), and `read` gives them back as floats.
+A row is a flat dict with at least `step`. JSON has no NaN and no infinity, so they are
+written as the strings "NaN", "Infinity" and "-Infinity" (null could not distinguish
+them), and `read` returns them as floats.
 """
 
 import importlib
@@ -28,14 +28,14 @@ FILES: dict[Kind, str] = {
     "test": "test.jsonl",
 }
 
-# Writers beside the files, and the packages that they need.
+# Optional writers, and the packages they need.
 EXTRAS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Writer(Protocol):
-    """Takes groups of rows of one kind; rows come in the order of their steps."""
+    """Writes groups of rows of one kind, in the order of their steps."""
 
     def write(self, kind: Kind, rows: Sequence[Row]) -> None: ...
 
@@ -43,10 +43,10 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """An append-only file of one JSON object a line.
+    """An append-only file with one JSON object per line.
 
-    A row is complete once its newline is written. Whatever follows the last
-    newline was left by a process that was killed while it wrote.
+    A row is complete once its newline is written. Anything after the last newline was
+    left by a process that was killed while writing.
     """
 
     def __init__(self, path: Path):
@@ -54,12 +54,12 @@ class JsonLines:
         self._is_checked = False
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Appends a group of rows with one flush; the file is open only meanwhile."""
+        """Appends a group of rows with one flush; the file is open only during this."""
         text = "".join(_encode(row) + "\n" for row in rows)
         if not self._is_checked and _has_torn_end(self.path):
             raise ValueError(
-                f"{self.path}: its last line has no end, a process was killed "
-                "while it wrote it; call truncate_after(step) before you append"
+                f"{self.path}: its last line is incomplete, because a process was "
+                "killed while writing it; call truncate_after(step) before appending"
             )
         self._is_checked = True
         with open(self.path, "a", encoding="utf-8") as file:
@@ -68,15 +68,17 @@ class JsonLines:
     def truncate_after(self, step: int) -> int:
         """Drops rows of steps after `step` and a torn last line.
 
-        Returns the number of complete rows dropped. The new file replaces the old
-        one in one move, so a kill in the middle loses nothing.
+        The new file replaces the old one atomically, so a kill loses nothing.
+
+        Returns:
+          The number of complete rows dropped.
         """
         if not self.path.exists():
             return 0
         kept, num_dropped = [], 0
         for where, line, row in _lines(self.path):
             if not isinstance(row.get("step"), int):
-                raise ValueError(f"{where}: found no whole number `step` in {line!r}")
+                raise ValueError(f"{where}: no integer `step` in {line!r}")
             if row["step"] > step:
                 num_dropped += 1
             else:
@@ -87,7 +89,7 @@ class JsonLines:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete rows of a file; only a torn last line is forgiven."""
+    """Returns the complete rows of a file, ignoring a torn last line."""
     return [
         {name: _decode(value) for name, value in row.items()}
         for _, _, row in _lines(Path(path))
@@ -113,7 +115,7 @@ class FileWriter:
         }
 
     def truncate_after(self, step: int) -> None:
-        """Makes the files end at `step`, where a resumed run starts."""
+        """Truncates the files after `step`, where a resumed run starts."""
         for file in self._files.values():
             file.truncate_after(step)
 
@@ -122,11 +124,11 @@ class FileWriter:
         self._files[kind].write([{**row, "time": now} for row in rows])
 
     def close(self) -> None:
-        """Nothing is open between groups."""
+        """Does nothing: no file is open between groups."""
 
 
 class TensorBoardWriter:
-    """Writes event files for TensorBoard; values that are no numbers are left out.
+    """Writes event files for TensorBoard; skips values that are not numbers.
 
     Args:
       start: the step a run resumes from; TensorBoard hides events after it.
@@ -140,7 +142,7 @@ class TensorBoardWriter:
 
     def write(self, kind: Kind, rows: Sequence[Row]) -> None:
         for row in rows:
-            for name, value in _figures(row).items():
+            for name, value in _numbers(row).items():
                 self._writer.add_scalar(f"{kind}/{name}", value, row["step"])
         self._writer.flush()
 
@@ -149,10 +151,10 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Sends rows to Weights & Biases; WANDB_MODE=offline keeps them in the folder.
+    """Sends rows to Weights & Biases, or to the folder with WANDB_MODE=offline.
 
     Args:
-      run_id: give the same one again to continue a run after a resume.
+      run_id: pass the same id to continue a W&B run after a resume.
     """
 
     def __init__(self, workdir: Path, project: str, run_id: str | None = None):
@@ -160,22 +162,22 @@ class WandbWriter:
         self._run = wandb.init(
             dir=str(workdir), project=project, id=run_id, resume="allow"
         )
-        # Evaluation rows may arrive after training rows of later steps, and wandb
-        # drops rows whose own step goes back: each kind counts by its own step.
+        # Evaluation rows may arrive after training rows of later steps, and wandb drops
+        # rows whose step decreases. So each kind has its own step metric.
         for kind in FILES:
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
 
     def write(self, kind: Kind, rows: Sequence[Row]) -> None:
         for row in rows:
-            figures = {"step": row["step"], **_figures(row)}
-            self._run.log({f"{kind}/{name}": v for name, v in figures.items()})
+            values = {"step": row["step"], **_numbers(row)}
+            self._run.log({f"{kind}/{name}": v for name, v in values.items()})
 
     def close(self) -> None:
         self._run.finish()
 
 
 def check_installed(extras: Iterable[str]) -> None:
-    """Raises for a writer whose package is not there, before a run folder is made."""
+    """Raises if a writer's package is missing, before a run folder is created."""
     for extra in extras:
         _import_extra(extra)
 
@@ -193,7 +195,7 @@ def _import_extra(extra: str) -> Any:
         ) from error
 
 
-def _figures(row: Row) -> dict[str, float]:
+def _numbers(row: Row) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in row.items()
@@ -203,15 +205,13 @@ def _figures(row: Row) -> dict[str, float]:
 
 def _encode(row: Row) -> str:
     if not isinstance(row.get("step"), numbers.Integral):
-        raise ValueError(
-            f"a row of metrics needs a whole number `step`, got {dict(row)!r}"
-        )
+        raise ValueError(f"a row of metrics needs an integer `step`, got {dict(row)!r}")
     plain = {name: _plain(value) for name, value in row.items()}
     return json.dumps(plain, allow_nan=False, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value that JSON can hold, for Python and NumPy scalars alike."""
+    """Converts a Python or NumPy scalar to a JSON value."""
     if isinstance(value, (str, bool)) or value is None:
         return value
     if isinstance(value, numbers.Integral):
@@ -247,11 +247,11 @@ def _lines(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
             except ValueError as error:
                 raise ValueError(
                     f"{where}: found {raw[:60]!r}, expected one JSON object ({error}); "
-                    "repair or remove the line"
+                    "fix or remove the line"
                 ) from error
             if not isinstance(row, dict):
                 raise ValueError(
                     f"{where}: found {line[:60]!r}, expected one JSON object; "
-                    "repair or remove the line"
+                    "fix or remove the line"
                 )
             yield where, line, row

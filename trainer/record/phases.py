@@ -1,22 +1,22 @@
-"""When the start of a process reached each of its phases, for the ledger.
+"""Times of the startup phases of a process, for the ledger.
 
-`meshloom drill` shows from these where the seconds of a recovery go.
+`meshloom drill` uses them to show where the time of a recovery goes.
 """
 
 import time
 from collections.abc import Callable
 
-# In the order in which a start reaches them.
+# In the order in which they are reached.
 NAMES = ("imported", "joined", "ready", "restored", "compiled")
 
 
 class Phases:
-    """When this process finished the phases of its start.
+    """When this process finished each of its startup phases.
 
     Attributes:
-      attempt: of the job, as its supervisor counts.
+      attempt: number of this attempt of the job, as counted by the supervisor.
       times: Unix times.
-      cpu: seconds that all threads of this process had computed by then.
+      cpu: CPU seconds of all threads of this process until then.
     """
 
     def __init__(self, attempt: int = 1, *, clock: Callable[[], float] = time.time):
@@ -25,7 +25,7 @@ class Phases:
         self.cpu: dict[str, float] = {}
 
     def reached(self, name: str) -> None:
-        """Notes the first time that a phase is finished."""
+        """Records the first time that a phase is finished."""
         assert name in NAMES, name
         self.times.setdefault(name, round(self._clock(), 3))
         self.cpu.setdefault(name, round(time.process_time(), 3))

@@ -1,4 +1,4 @@
-"""What the user sees during a run: a live bar, or plain lines in a log."""
+"""Shows the progress of a run: a live bar, or plain lines in a log."""
 
 import collections
 import time
@@ -17,7 +17,7 @@ from ..program.peaks import Peak
 class Rate:
     """Steps per second, measured between calls.
 
-    The time before the first call is never counted: it holds the compilation.
+    The time before the first call is never counted, because it includes compilation.
 
     Args:
       window: seconds over which `steps_per_s` is averaged.
@@ -32,7 +32,7 @@ class Rate:
         self._known: float | None = None
 
     def update(self, step: int) -> float | None:
-        """Notes that `step` is done; returns the steps/s since the last call."""
+        """Records that `step` is done; returns the steps/s since the last call."""
         now = self._clock()
         interval = None
         if self._marks:
@@ -49,9 +49,9 @@ class Rate:
         return interval
 
     def restart(self) -> None:
-        """Leaves the time up to the next call out, for what was no training step.
+        """Excludes the time until the next call, if it was not spent on training steps.
 
-        The rate known so far stays until a new one is measured.
+        The last known rate is kept until a new one is measured.
         """
         self._marks.clear()
 
@@ -66,13 +66,12 @@ class Progress:
 
     Args:
       start: the step the run starts or resumes from.
-      units: what throughput is counted in, and how many of them a step takes; None
-        leaves it out.
-      peak: of all devices together; None leaves the share of the peak out.
-      bubble: simulated share of a pipeline's step; None without one.
-      enabled: False on all processes but one, which then show nothing.
-      every, seconds: without a terminal a line is written when this many steps or
-        seconds have passed since the last one, whichever comes first.
+      units: unit of throughput and units per step; None does not show it.
+      peak: of all devices combined; None does not show the utilization.
+      bubble: simulated bubble as a fraction of a pipeline's step; None without one.
+      enabled: whether to show anything; True on one process only.
+      every: without a terminal, a line is printed after this many steps,
+      seconds: or after this many seconds, whichever comes first.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Progress:
             self._print_line()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Notes that `step` is done, with the metrics known so far."""
+        """Records that `step` is done, with the metrics known so far."""
         self.rate.update(step)
         self._step = step
         self._metrics.update(metrics)
@@ -131,12 +130,12 @@ class Progress:
             self._print_line()
 
     def message(self, text: str) -> None:
-        """Writes a line that stays, above the bar where there is one."""
+        """Prints a permanent line, above the bar if there is one."""
         if self._enabled:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def figures(self) -> list[str]:
-        """Returns the figures of the current step that are known, with their units."""
+        """Returns the known figures of the current step, with their units."""
         parts, rate = [], self.rate.steps_per_s
         if (loss := self._metrics.get("loss")) is not None:
             parts.append(f"loss {loss:.4f}")
@@ -151,7 +150,7 @@ class Progress:
         return parts
 
     def time_left(self) -> str:
-        """Returns the time to the last step, empty before a rate is known."""
+        """Returns the time to the last step, "" before a rate is known."""
         rate = self.rate.steps_per_s
         if not rate:
             return ""

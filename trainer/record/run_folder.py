@@ -1,4 +1,4 @@
-"""The folder of a run: who holds it, which config it was started with, its files."""
+"""The folder of a run: its lock, the config it was started with, its files."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 class RunFolder:
-    """A run folder. Only the writer, one process of a job, creates or changes it."""
+    """A run folder. Only one process of a job, the writer, creates or changes it."""
 
     def __init__(self, path: Path, *, is_writer: bool = True):
         self.path = Path(path)
@@ -41,23 +41,29 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> epath.Path:
-        """Where the run saves, by the config that it was started with."""
+        """Where the run saves, according to the config it was started with."""
         values = self.previous_values() or {}
         return checkpoints_of(self.path, values.get("checkpoint_folder"))
 
     def previous_values(self) -> dict[str, Any] | None:
-        """The flat config the folder was started with; None for a new folder."""
+        """Returns the flat config of the folder, None for a new folder."""
         return read_run(self.path) if (self.path / CONFIG_JSON).exists() else None
 
     def check(
         self, config: Any, *, free: tuple[str, ...], insist: bool
     ) -> list[Change]:
-        """Compares with the config the folder was started with; touches nothing.
+        """Compares a config with the one the folder was started with; writes nothing.
 
-        Returns the differences, if all of them are in fields that are `free` to differ
-        (they change how, not what is computed); with `insist`, any differences. A field
-        that the folder does not know came with a later version: its default is what
-        the run was trained with.
+        A field that the folder does not have was added by a later version, and the run
+        was trained with its default.
+
+        Args:
+          free: fields that may differ, because they change how the run is computed but
+            not what it computes.
+          insist: accept any difference.
+
+        Returns:
+          The differences.
         """
         previous = self.previous_values()
         if previous is None:
@@ -74,17 +80,17 @@ class RunFolder:
                 "1 value differs" if len(hard) == 1 else f"{len(hard)} values differ"
             )
             raise ValueError(
-                f"run folder {self.path} was started with another config ({count}). "
-                f"Choose another --workdir, or pass --insist to continue it with the "
-                f"new values:\n{format_diff(hard)}"
+                f"run folder {self.path} was started with a different config "
+                f"({count}). Choose another --workdir, or pass --insist to continue it "
+                f"with the new values:\n{format_diff(hard)}"
             )
         return changes
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Creates the folder and holds it; a second run in it gets an error.
+        """Creates and locks the folder; a second run in it is an error.
 
-        Of a job of several processes, the first holds it and writes its files.
+        In a multi-process job only the writer locks it.
         """
         if not self.is_writer:
             yield
@@ -108,10 +114,10 @@ class RunFolder:
         except OSError as error:
             reason = error.strerror
             if isinstance(error, FileExistsError | NotADirectoryError):
-                reason = "it is a file, or below one"
+                reason = "it, or a parent, is a file"
             raise ValueError(
                 f"run folder {self.path} cannot be written: {reason}. Choose another "
-                "--workdir, or make this one a folder that you may write to."
+                "--workdir, or make this one a writable folder."
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,22 +126,22 @@ class RunFolder:
             os.close(lock)
             raise ValueError(
                 f"run folder {self.path} is in use by another process ({holder}). Wait "
-                "for it, end it, or choose another --workdir."
+                "for it, stop it, or choose another --workdir."
             ) from None
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
         return lock
 
     def _check_files(self) -> None:
-        """Refuses files that the run could not append to, before anything slow."""
+        """Raises early if the run could not append to one of its files."""
         for path in sorted(self.path.glob("*.jsonl")):
             try:
                 with open(path, "ab"):
                     pass
             except OSError as error:
                 raise ValueError(
-                    f"{path} cannot be written: {error.strerror}. Make it a file that "
-                    "you may write to, remove it, or choose another --workdir."
+                    f"{path} cannot be written: {error.strerror}. Make it writable, "
+                    "remove it, or choose another --workdir."
                 ) from error
 
     def write_config(self, document: Mapping[str, Any], text: str) -> None:
@@ -150,13 +156,13 @@ class RunFolder:
             replace_text(self.path / name, text)
 
     def remove(self, name: str) -> None:
-        """Removes a file of an earlier part of the run that holds no longer."""
+        """Removes a file that is no longer valid."""
         if self.is_writer:
             (self.path / name).unlink(missing_ok=True)
 
 
 def _is_full_disk(error: Exception) -> bool:
-    """Orbax reports a full disk as a ValueError that quotes the system's message."""
+    """Also recognizes orbax's ValueError that quotes the system's message."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOSPC
     return os.strerror(errno.ENOSPC) in str(error)

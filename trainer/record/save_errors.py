@@ -1,4 +1,4 @@
-"""A save that failed, in one line: which step, why, what is left, what to do."""
+"""Reports a failed save in one line: which step, why, what is left, what to do."""
 
 import errno
 import logging
@@ -9,16 +9,16 @@ from typing import Any
 
 from . import failures
 
-# What the system says, and what a person can do about it. Orbax and tensorstore quote
-# these words in errors of other types.
+# System error messages, and what the user can do about them. Orbax and tensorstore
+# quote these messages in errors of other types.
 REMEDIES = {
     os.strerror(errno.ENOSPC): "Free some space",
     os.strerror(errno.EDQUOT): "Free some space",
     os.strerror(errno.EROFS): "Make the folder writable",
     os.strerror(errno.EACCES): "Make the folder writable",
-    os.strerror(errno.ENOENT): "Let nothing else change the folder",
+    os.strerror(errno.ENOENT): "Make sure that nothing else changes the folder",
 }
-GONE = "the folder is gone, or is another one than at the start"
+GONE = "the folder is gone or has been replaced since the start"
 
 
 class SaveFailed(OSError):
@@ -26,28 +26,28 @@ class SaveFailed(OSError):
 
 
 def save_failed(
-    step: int, folder: object, error: Exception | str, whole: Sequence[int] | None
+    step: int, folder: object, error: Exception | str, committed: Sequence[int] | None
 ) -> SaveFailed:
-    """The error to raise.
+    """Returns the error to raise.
 
     Args:
-      error: what was raised, or the reason in words.
-      whole: steps that are committed in the folder; None if that cannot be seen.
+      error: the exception, or the reason as text.
+      committed: steps that are committed in the folder; None if it cannot be listed.
     """
     text = str(error)
-    reason = next((words for words in REMEDIES if words in text), None)
-    remedy = REMEDIES.get(reason or "", "Fix that")
+    reason = next((message for message in REMEDIES if message in text), None)
+    remedy = REMEDIES.get(reason or "", "Fix the cause")
     if reason is None:
         reason = (text.splitlines() or [type(error).__name__])[0]
     if reason == GONE:
-        remedy = "Bring it back, or choose another --workdir"
-        left = "What was saved there before went with it"
-    elif whole:
-        left = f"The newest that is whole there is of step {whole[-1]}"
-    elif whole is None:
-        left = "What is whole there cannot be seen"
+        remedy = "Restore it, or choose another --workdir"
+        left = "The checkpoints saved there are gone with it"
+    elif committed:
+        left = f"The newest complete checkpoint there is of step {committed[-1]}"
+    elif committed is None:
+        left = "The complete checkpoints there cannot be listed"
     else:
-        left = "None is whole there"
+        left = "There is no complete checkpoint there"
     failed = SaveFailed(
         f"the checkpoint of step {step} was not written to {folder}: {reason}. {left}. "
         f"{remedy}, then run the same command again to continue."
@@ -57,22 +57,22 @@ def save_failed(
 
 
 def quiet_logs() -> None:
-    """Leaves out of the logs what is said elsewhere.
+    """Filters log records that duplicate the trainer's own messages.
 
-    Orbax logs its every move, and each of its threads the traceback of an error that it
-    also raises; the trainer says these in one line.
+    Orbax logs every operation, and each of its threads logs the traceback of an error
+    that it also raises. The trainer reports these in one line.
     """
     logging.getLogger("absl").setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_said_only_here)
+        logging.getLogger(name).addFilter(_is_not_duplicate)
     if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
         sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
 
 
 class _WithoutClosedLoops:
-    """Leaves out writes that tensorstore reports to an event loop that is closed.
+    """An unraisable hook that ignores errors of closed event loops.
 
-    Orbax leaves its loop at the first write that fails, and tensorstore then prints a
+    Orbax closes its loop at the first write that fails, and tensorstore then prints a
     traceback for every other write (seen with orbax 0.12.8 and tensorstore 0.1.86).
     """
 
@@ -84,12 +84,12 @@ class _WithoutClosedLoops:
             self._hook(unraisable)
 
 
-def _is_said_only_here(record: logging.LogRecord) -> bool:
+def _is_not_duplicate(record: logging.LogRecord) -> bool:
     raised = record.exc_info and record.exc_info[1]
-    said = (
+    duplicates = (
         "raised an exception",
         "Reached preemption sync point",
         "Metadata file does not exist",
         "Task was destroyed but it is pending",
     )
-    return not raised and not any(words in record.getMessage() for words in said)
+    return not raised and not any(text in record.getMessage() for text in duplicates)

@@ -1,7 +1,7 @@
-"""Where checkpoints lie: in a folder, or in a bucket, through the same code.
+"""Locations of checkpoints: a folder or a bucket, through the same code.
 
-Paths are those of etils.epath, which orbax uses too: a folder of this system, or
-gs://BUCKET/... in Google Cloud Storage. Orbax can write arrays to no other store.
+Paths are etils.epath paths, as in orbax: a folder of the local file system, or
+gs://BUCKET/... in Google Cloud Storage. Orbax cannot write arrays to other stores.
 """
 
 import importlib.util
@@ -12,13 +12,13 @@ from etils import epath
 
 
 def location(folder: Any) -> epath.Path:
-    """The path of a folder, absolute or in a bucket."""
+    """Returns the absolute path of a folder, or its path in a bucket."""
     path = epath.Path(folder)
     if not is_remote(path):
         return epath.Path(Path(path).absolute())
     import fsspec.config
 
-    # What was listed before is no proof of what is there now.
+    # A cached listing does not show what is there now.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return path
 
@@ -28,25 +28,25 @@ def is_remote(path: Any) -> bool:
 
 
 def check(checkpoint_folder: str | None) -> None:
-    """Raises ValueError for a setting that cannot work."""
+    """Raises ValueError for a checkpoint_folder that cannot work."""
     if checkpoint_folder is None:
         return
-    scheme, found, _ = checkpoint_folder.partition("://")
-    if not found and not Path(checkpoint_folder).is_absolute():
+    scheme, separator, _ = checkpoint_folder.partition("://")
+    if not separator and not Path(checkpoint_folder).is_absolute():
         raise ValueError(
-            f"checkpoint_folder is {checkpoint_folder!r}; expected a folder with its "
-            "whole path, as the run is looked into from other places too"
+            f"checkpoint_folder is {checkpoint_folder!r}; expected an absolute path, "
+            "because the run is also read from other working directories"
         )
-    if found and scheme != "gs":
+    if separator and scheme != "gs":
         raise ValueError(
             f"checkpoint_folder is {checkpoint_folder!r}; expected a folder or "
-            f"gs://BUCKET/...: orbax can write arrays to no {scheme}:// store. Mount "
+            f"gs://BUCKET/...: orbax cannot write arrays to a {scheme}:// store. Mount "
             "it as a folder."
         )
 
 
 def check_installed(checkpoint_folder: str | None) -> None:
-    """Raises ValueError where the package for a bucket is missing."""
+    """Raises ValueError if the package for buckets is missing."""
     if checkpoint_folder is None or not is_remote(checkpoint_folder):
         return
     if importlib.util.find_spec("gcsfs") is None:
@@ -57,5 +57,5 @@ def check_installed(checkpoint_folder: str | None) -> None:
 
 
 def checkpoints_of(run: Path, checkpoint_folder: str | None) -> epath.Path:
-    """Where a run saves, by its setting."""
+    """Returns where a run saves its checkpoints."""
     return location(checkpoint_folder or run / "checkpoints")

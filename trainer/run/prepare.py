@@ -14,7 +14,7 @@ from ...sharding.mesh import mesh_sizes
 from ...sharding.text import counted, human_bytes
 from ..config import tree as config_tree
 from ..data import Dataset, throughput_unit
-from ..data.batches import SAMPLE_IDS, check_type
+from ..data.batches import SAMPLE_IDS, check_dtype
 from ..program import compiler_options, contract
 from ..program.build import Batch, IdleAxis, Program, build
 from ..program.computation import Choose, Chosen, choose_plain
@@ -197,7 +197,7 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
     throughput_unit(train_data)  # raises where it is not one
     first = train_data[0]
     for name, x in first.items():
-        check_type(name, x.dtype)
+        check_dtype(name, x.dtype)
     for split in held_out.values():
         _check_alike(first, split.data[0], f"in split {split.name!r}")
     if hasattr(train_data, "example"):

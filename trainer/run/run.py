@@ -79,8 +79,8 @@ class Run:
         if not self.folder.is_writer:
             return
         path, say = self.folder.path, self.console.print
-        if anew := history.begin_anew(path, self.ledger, say):
-            self.ledger.event("anew", **dataclasses.asdict(anew))
+        if archived := history.archive(path, self.ledger, say):
+            self.ledger.event("anew", **dataclasses.asdict(archived))
 
     def _new_state(self) -> State:
         """The state of step 0: new, or with the weights of another run."""

@@ -14,7 +14,7 @@ from ..config import tree as config_tree
 from ..job import joining, network_probe, preflight
 from ..job.group import Group
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
-from ..program.computation import Choose, Computation, check_least, choose_plain
+from ..program.computation import Choose, Computation, check_minimum, choose_plain
 from ..program.executables import Executables
 from ..program.state import State
 from ..record import metrics, storage
@@ -81,12 +81,14 @@ class Config(Computation):
 
     def __post_init__(self):
         super().__post_init__()
-        check_least(self, 1, "log_every", "sample_tokens", "keep_checkpoints")
-        check_least(self, 1, "rewind_after")
+        check_minimum(self, 1, "log_every", "sample_tokens", "keep_checkpoints")
+        check_minimum(self, 1, "rewind_after")
         # 0 steps or batches mean never.
-        check_least(self, 0, "eval_every", "eval_batches", "save_every", "max_rewinds")
-        check_least(self, 0, "test_batches", "keep_every", "keep_best")
-        check_least(self, 0, "check_replicas_every")
+        check_minimum(
+            self, 0, "eval_every", "eval_batches", "save_every", "max_rewinds"
+        )
+        check_minimum(self, 0, "test_batches", "keep_every", "keep_best")
+        check_minimum(self, 0, "check_replicas_every")
         if self.stall_seconds is not None and not self.stall_seconds >= 0:
             raise ValueError(
                 f"stall_seconds must not be negative, got {self.stall_seconds}; 0 "

@@ -1,4 +1,4 @@
-"""Programs that must not come from jax's cache of compiled programs."""
+"""Jitted functions that must not be loaded from jax's compilation cache."""
 
 import contextlib
 import threading
@@ -11,12 +11,13 @@ from jax.experimental.compilation_cache import compilation_cache
 _LOCK = threading.Lock()
 
 
-class CompiledAnew:
-    """A jitted function that is compiled in this process, whatever the cache holds.
+class UncachedJit:
+    """A jitted function that is always compiled in this process.
 
-    XLA's CPU programs lose the order of their collectives when they come from there
-    (seen with jax 0.10.2): devices then wait for one another in different ones, for
-    ever. A pipeline has several at a time; a program compiled here keeps their order.
+    XLA's CPU programs lose the order of their collectives when they are loaded from the
+    compilation cache (seen with jax 0.10.2). Devices then wait for each other in
+    different collectives and deadlock. A pipeline runs several collectives at a time;
+    a program compiled in this process keeps their order.
     """
 
     def __init__(self, jitted: Any):
@@ -26,19 +27,19 @@ class CompiledAnew:
     def trace(self, *args: Any) -> Any:
         return self._jitted.trace(*args)
 
-    def lower(self, *args: Any) -> "Lowered":
-        return Lowered(self._jitted.lower(*args))
+    def lower(self, *args: Any) -> "UncachedLowered":
+        return UncachedLowered(self._jitted.lower(*args))
 
     def __call__(self, *args: Any) -> Any:
-        leaves, form = jax.tree.flatten(args)
-        key = (form, tuple((x.shape, x.dtype) for x in leaves))
+        leaves, treedef = jax.tree.flatten(args)
+        key = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self._compiled:
             self._compiled[key] = self.lower(*args).compile()
         return self._compiled[key](*args)
 
 
-class Lowered:
-    """As jax lowers a function, but compiled without the cache."""
+class UncachedLowered:
+    """A lowered function that is compiled without the cache."""
 
     def __init__(self, lowered: Any):
         self._lowered = lowered
@@ -53,7 +54,7 @@ class Lowered:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Compiles without the cache; what another thread compiles meanwhile, too."""
+    """Disables the cache, also for what other threads compile in the meantime."""
     with _LOCK:
         before = jax.config.values["jax_enable_compilation_cache"]
         jax.config.update("jax_enable_compilation_cache", False)
