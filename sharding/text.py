@@ -1,10 +1,10 @@
-"""Sizes and columns as plain text."""
+"""Formats byte sizes and tables as plain text."""
 
 from collections.abc import Collection, Sequence
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Formats a number of bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -13,7 +13,7 @@ def human_bytes(count: float) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Rows as text in columns, some of them (by number) pushed to the right."""
+    """Returns rows as aligned columns; `right` lists the right-aligned ones."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

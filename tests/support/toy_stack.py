@@ -93,7 +93,7 @@ class ClassifierStack:
     model: Classifier
     blocks = "trunk"
     axes = WIDE
-    cut = 0
+    split_dim = 0
     dtype = None
 
     @property

@@ -266,7 +266,7 @@ BAD = {
     "data=8@3": "mesh 'data=8@3': its 8 devices cannot be divided among 3 processes",
     "data=8@x": "mesh 'data=8@x': expected a number of processes after @, found 'x'",
     "data=-1": "mesh 'data=-1': a certificate is of one mesh, so no axis may be -1",
-    "rows=8": "'rows' is no mesh axis",
+    "rows=8": "'rows' is not a mesh axis",
     "fsdp=8@1": "mesh 'fsdp=8' is given twice",
     "pipe=8": "mesh 'pipe=8': mesh axis pipe=8: ",
 }
