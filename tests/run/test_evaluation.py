@@ -13,7 +13,7 @@ from rich.console import Console
 
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import data
-from meshloom.trainer.data import held_out
+from meshloom.trainer.run import held_out
 from meshloom.trainer.data.batches import Batches
 from meshloom.trainer.record import metrics
 from meshloom.trainer.run import hooks, train
