@@ -122,7 +122,7 @@ def check_sharding(case: Case, tree, expected: dict[str, P]) -> None:
         assert x.addressable_shards[0].data.size * ways == x.size, name
 
 
-def test_the_cases_cover_every_combination():
+def test_the_cases_cover_every_setting_for_each_schedule():
     kinds = {name: set() for name in ("gpipe", "1f1b", "interleaved")}
     for case in GRADIENTS:
         S, M = case.pipeline.schedule.num_stages, case.num_microbatches

@@ -60,8 +60,8 @@ def transfers(case: Case) -> dict[tuple[str, tuple[str, ...]], int]:
             num = loop.times * length
             counts["collective-permute"] += num * (kind.forward + kind.backward)
             to_parts = kind.head or kind.embed_backward
-            to_whole = kind.head or kind.embed
-            counts["all-to-all"] += num * (to_parts + to_whole)
+            to_full = kind.head or kind.embed
+            counts["all-to-all"] += num * (to_parts + to_full)
     return {(kind, ("pipe",)): count for kind, count in counts.items()}
 
 

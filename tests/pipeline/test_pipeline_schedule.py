@@ -95,7 +95,7 @@ def test_saved_inputs_are_bounded(schedule):
         assert schedule.num_slots <= min(M * R, 2 * R * S - 1)
 
 
-def test_the_number_of_ticks_is_minimal(schedule):
+def test_the_number_of_ticks_matches_the_closed_form(schedule):
     S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     if schedule.name == "gpipe":
         assert schedule.num_ticks == 2 * (M + S - 1)
