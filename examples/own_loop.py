@@ -1,4 +1,4 @@
-"""Trains with `Program` alone, in a loop of one's own: no run folder, no config file.
+"""Trains with `Program` in your own loop, without a run folder or a config file.
 
 python examples/own_loop.py "data=2,fsdp=2"
 """

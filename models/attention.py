@@ -1,6 +1,6 @@
-"""Attention over heads: the one place where an implementation is chosen.
+"""Attention over heads, and the choice of its implementation.
 
-The compiler cuts plain products; a kernel runs on each device's examples and heads.
+The compiler shards plain products; a kernel runs on each device's examples and heads.
 
 Shape letters: B batch, L query length, S key length, H heads, G key-value heads
 (H is a multiple of G), K head width.
@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 from ..sharding import Sharder
 
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
-# Splash attention takes lengths that are multiples of this.
+# Splash attention needs lengths that are multiples of this.
 LANES = 128
-# Queries and keys of its blocks of scores: so many fit a chip's fast memory. Its
-# backward pass stores gradients of all queries for each block of keys, so there blocks
-# are larger, though they skip less above the diagonal.
+# The largest blocks of scores that fit into a chip's VMEM. The backward pass stores
+# gradients of all queries for each block of keys. It therefore uses larger key blocks,
+# although these skip less above the diagonal.
 LARGEST_BLOCK, LARGEST_KEY_BLOCK = 512, 1024
 
 
@@ -34,7 +34,7 @@ def attend(
     segments_BL: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Causal attention; with segments, a position sees its own segment only."""
+    """Computes causal attention; with segments, only within each segment."""
     _, L, _, K = q_BLHK.shape
     chosen = choose(implementation, shard.platform, q_BLHK.dtype.itemsize, L, K)
     arrays = [q_BLHK, k_BSGK, v_BSGK]
@@ -46,7 +46,7 @@ def attend(
         shard.spec(x.shape, ("batch", "length", heads, "head_dim"))
         for x, heads in ((q_BLHK, "heads"), (k_BSGK, "kv_heads"))
     )
-    _check_cut(chosen, q_BLHK.shape, k_BSGK.shape, queries, keys)
+    _check_sharding(chosen, q_BLHK.shape, k_BSGK.shape, queries, keys)
     specs = (queries, keys, keys, P(*queries[:2]))[: len(arrays)]
     if chosen == "cudnn":
         run = functools.partial(_dot_product, implementation=chosen)
@@ -74,15 +74,15 @@ def _dot_product(
     )
 
 
-def _check_cut(chosen: str, q_shape, k_shape, queries: P, keys: P) -> None:
-    """A kernel on one device sees all positions, and the heads of its own keys."""
+def _check_sharding(chosen: str, q_shape, k_shape, queries: P, keys: P) -> None:
+    """Raises ValueError unless each device has full sequences and matching heads."""
     _, length, heads, _ = (*queries, None, None, None, None)[:4]
     if length is not None or heads != (*keys, None, None, None)[2]:
         raise ValueError(
-            f'attention "{chosen}": queries {list(q_shape)} are cut as {queries} and '
-            f"keys {list(k_shape)} as {keys}; expected whole sequences, and heads and "
-            "key-value heads cut by the same axes. Change the plan or set "
-            'attention="xla".'
+            f'attention "{chosen}": queries {list(q_shape)} are sharded as {queries} '
+            f"and keys {list(k_shape)} as {keys}; expected an unsharded length, and "
+            "heads and key-value heads sharded over the same axes. Change the plan or "
+            'set attention="xla".'
         )
 
 
@@ -93,9 +93,10 @@ def choose(
     length: int,
     head_width: int,
 ) -> Literal["xla", "cudnn", "splash"]:
-    """A kernel that never stores its scores where there is one that takes the shapes.
+    """Returns a kernel that never stores its scores, if one supports the shapes.
 
-    cuDNN's on GPUs, splash attention on TPUs; else what XLA makes of plain products.
+    That is cuDNN on GPUs and splash attention on TPUs. Otherwise returns "xla", plain
+    matrix products.
     """
     if implementation != "auto":
         return implementation
@@ -106,13 +107,13 @@ def choose(
 
 
 def block_size(length: int) -> int | None:
-    """Splash attention's block for this length; None where it takes no such length."""
+    """Returns splash attention's block size, or None for an unsupported length."""
     sizes = range(LARGEST_BLOCK, 0, -LANES)
     return next((size for size in sizes if length % size == 0), None)
 
 
 def key_block_size(length: int) -> int | None:
-    """The same for keys in its backward pass: as many blocks as fit evenly."""
+    """Returns the size of key blocks in its backward pass, a multiple of block_size."""
     block = block_size(length)
     if block is None:
         return None
@@ -123,7 +124,7 @@ def key_block_size(length: int) -> int | None:
 def attend_cached(
     q_BHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """One query a sequence against a cache filled up to and including `position`."""
+    """Attends with one query per sequence to a cache filled through `position`."""
     num_seen = jnp.full(q_BHK.shape[:1], position + 1, jnp.int32)
     out = jax.nn.dot_product_attention(
         q_BHK[:, None],
@@ -136,14 +137,14 @@ def attend_cached(
 
 
 def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions: pairs (i, i + K/2) turned by position * theta^(-2i/K)."""
+    """Applies rotary positions: rotates (i, i + K/2) by position * theta^(-2i/K)."""
     half = x_BLHK.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = (
         positions_BL[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     )
     sin, cos = jnp.sin(angle), jnp.cos(angle)
-    # Halves are split and joined in the type of x: what is stored of them is that.
+    # Split and concatenate in the dtype of x: only that is stored for the backward.
     a, b = (half.astype(jnp.float32) for half in jnp.split(x_BLHK, 2, axis=-1))
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return jnp.concatenate([half.astype(x_BLHK.dtype) for half in turned], axis=-1)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    return jnp.concatenate([half.astype(x_BLHK.dtype) for half in rotated], axis=-1)

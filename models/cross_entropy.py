@@ -10,11 +10,11 @@ import jax.numpy as jnp
 def cross_entropy(
     logits_BLV: jax.Array, targets_BL: jax.Array, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """(negative log-likelihood, z-loss), both [B, L], in float32.
+    """Returns the negative log-likelihood and the z-loss, both [B, L] in float32.
 
-    Everything over the vocabulary is a reduction or elementwise: with V cut over
-    devices each reduces its part, and only [B, L] numbers travel. Picking the target's
-    logit by index would gather the logits instead.
+    All operations over the vocabulary are elementwise or reductions. If V is sharded,
+    each device reduces its shard, and only [B, L] values are communicated. Indexing the
+    logit of the target would gather the logits instead.
     """
     logits_BLV = logits_BLV.astype(jnp.float32)
     vocabulary = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)

@@ -1,4 +1,4 @@
-"""Generation: one compiled loop over positions with a key-value cache.
+"""Generates text in one compiled loop over positions, with a key-value cache.
 
 Shape letters: B batch, T total length, D width, V vocabulary, N layers, G key-value
 heads, K head width.
@@ -24,31 +24,37 @@ def generate(
     top_k: int | None = None,
     shard: Sharder,
 ) -> jax.Array:
-    """The prompt followed by `num_tokens` sampled tokens, [B, T].
+    """Returns the prompt followed by `num_tokens` sampled tokens, [B, T].
 
-    Temperature 0 takes the likeliest token. The prompt passes through the same loop,
-    one position at a time: simple, and exactly what training computed.
+    The prompt goes through the same loop, one position at a time. That is simple and
+    matches what training computed.
+
+    Args:
+      temperature: 0 takes the most likely token.
+      top_k: sample only from the `top_k` most likely tokens.
     """
     c = model.config
     num_sequences, prompt_length = prompt_BP.shape
     total = prompt_length + num_tokens
     if total > c.max_length:
         room = c.max_length - prompt_length
-        remedy = f"Ask for at most {room} tokens" if room > 0 else "Shorten the prompt"
+        remedy = f"Generate at most {room}" if room > 0 else "Shorten the prompt"
         raise ValueError(
-            f"a prompt of {prompt_length} tokens and {num_tokens} new ones make "
+            f"a prompt of {prompt_length} tokens plus {num_tokens} new tokens is "
             f"{total}, but the model's max_length is {c.max_length}. {remedy}."
         )
     if not prompt_length:
         raise ValueError("the prompt is empty; give at least one token")
     if temperature < 0:
         raise ValueError(
-            f"temperature is {temperature}; expected a positive number, or 0 for the "
-            "likeliest token"
+            f"temperature must be >= 0 (0 takes the most likely token), got "
+            f"{temperature}"
         )
     if top_k is not None and not 1 <= top_k <= c.vocab_size:
-        raise ValueError(f"top_k is {top_k}; expected 1 to {c.vocab_size} tokens")
-    # There is one position at a time, so none can be cut.
+        raise ValueError(
+            f"top_k must be from 1 to vocab_size ({c.vocab_size}), got {top_k}"
+        )
+    # There is only one position at a time, so length cannot be sharded.
     rules = shard.rules.without("length", "residual_length")
     shard = dataclasses.replace(shard, rules=rules)
     params = model.block_params()

@@ -1,4 +1,4 @@
-"""Norm, attention, MLP and the block they make. Weights name their logical axes.
+"""Norm, attention, MLP, and the block built from them. Weights name logical axes.
 
 Shape letters: B batch, L length, D width, H heads, G key-value heads, K head width,
 F hidden width.
@@ -33,7 +33,7 @@ def constant(config: "Config", value: float, shape, axes):
 
 
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with a bias where the config has biases. In float32."""
+    """RMSNorm, or LayerNorm with a bias if the config has biases, in float32."""
 
     def __init__(self, config: "Config", rngs: nnx.Rngs):
         self.config = config
@@ -56,9 +56,9 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with optional rotary positions.
 
-    Queries, keys and values are one weight [D, G, R + 2, K]: each key-value head with
-    the R query heads that share it. One matmul, and where it is cut by heads, one sum
-    over devices in its backward pass instead of three.
+    The query, key and value projections are one weight [D, G, R + 2, K]: each key-value
+    head with the R query heads that share it. This is one matmul, and if it is sharded
+    by heads, one all-reduce in the backward pass instead of three.
     """
 
     def __init__(self, config: "Config", rngs: nnx.Rngs):
@@ -86,7 +86,10 @@ class Attention(nnx.Module):
         return linear(out, self, "out", 2, shard)
 
     def project(self, x_BLD, positions_BL, shard: Sharder):
-        """Queries [B, L, H, K], keys and values [B, L, G, K], turned by position."""
+        """Returns queries [B, L, H, K], and keys and values [B, L, G, K].
+
+        Rotary positions are applied to queries and keys.
+        """
         c = self.config
         qkv = checkpoint_name(linear(x_BLD, self, "qkv", 1, shard), "qkv")
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
@@ -100,7 +103,7 @@ class Attention(nnx.Module):
         return q, shard(k, kv_axes), shard(v, kv_axes)
 
     def decode(self, x_B1D, cache, position, shard: Sharder):
-        """One position, reading and extending the cache (k, v), each [B, S, G, K]."""
+        """Computes one position, and adds it to the cache (k, v), each [B, S, G, K]."""
         positions = jnp.full(x_B1D.shape[:2], position, jnp.int32)
         q, k, v = self.project(x_B1D, positions, shard)
         cache = tuple(
@@ -114,8 +117,8 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU, or one hidden layer with GELU.
 
-    Gate and up are two weights: as one, [D, 2, F], the compiler for TPUs copies it and
-    its product from one order to another, and sums its whole gradient over devices.
+    Gate and up are separate weights. For a fused [D, 2, F], XLA for TPU relayouts the
+    weight and its product, and all-reduces its gradient unsharded.
     """
 
     def __init__(self, config: "Config", rngs: nnx.Rngs):
@@ -153,13 +156,13 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD, positions_BL, segments_BL, shard: Sharder) -> jax.Array:
         y = self.attention(
-            self._whole(self.attention_norm(x_BLD, shard), shard),
+            self._gather_length(self.attention_norm(x_BLD, shard), shard),
             positions_BL,
             segments_BL,
             shard,
         )
         x_BLD = checkpoint_name(x_BLD + shard(y, RESIDUAL), "middle")
-        y = self.mlp(self._whole(self.mlp_norm(x_BLD, shard), shard), shard)
+        y = self.mlp(self._gather_length(self.mlp_norm(x_BLD, shard), shard), shard)
         return x_BLD + shard(y, RESIDUAL)
 
     def decode(self, x_B1D, cache, position, shard: Sharder):
@@ -169,11 +172,11 @@ class Block(nnx.Module):
         x_B1D = x_B1D + y
         return x_B1D + self.mlp(self.mlp_norm(x_B1D, shard), shard), cache
 
-    def _whole(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
-        """Every position on each device that computes with a cut of the weights."""
+    def _gather_length(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
+        """Gathers the positions that the residual stream has sharded."""
         return shard(x_BLD, ("batch", "length", "embed"))
 
 
 def residual_scale(config: "Config") -> float:
-    """Smaller weights where a block adds to the residual stream, by its depth."""
+    """Returns the initial scale of weights that add to the residual stream."""
     return INITIAL_SCALE / math.sqrt(2 * config.num_layers)

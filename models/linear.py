@@ -1,7 +1,7 @@
-"""A matmul of activations with a weight that may be cut, gathered and cast.
+"""Matmul of activations with a weight that is sharded, gathered and cast by the rules.
 
-The weight is an attribute of an NNX module and names its logical axes; `name_bias`
-beside it is added where there is one.
+The weight is an attribute `name` of an NNX module and names its logical axes. If the
+module has an attribute `name_bias`, it is added.
 """
 
 import math
@@ -19,9 +19,9 @@ def linear(
     variable = getattr(module, name)
     w = shard.weight(variable[...], variable.get_metadata()["axes"], x.dtype)
     if shard.is_single and shard.platform == "cpu":
-        # As plain matrices, so that the weight's gradient is one plain matmul too: the
-        # batched form makes a transposing copy, a quarter of a step. On TPUs this form
-        # copies. Flattening dimensions that are cut over devices would gather them.
+        # With plain matrices the weight's gradient is a plain matmul too; the batched
+        # form makes a transposing copy, a quarter of the step time. On TPUs this form
+        # copies instead. Flattening sharded dimensions would gather them.
         width = math.prod(w.shape[:num_in])
         y = x.reshape(-1, width) @ w.reshape(width, -1)
         y = y.reshape(*x.shape[:-num_in], *w.shape[num_in:])

@@ -1,4 +1,4 @@
-"""Rows of a table by index, with a gradient that is summed where the table lives.
+"""Table lookup whose gradient is summed in the sharding of the table.
 
 Shape letters: N rows of the table, B batch, L length, D width.
 """
@@ -24,41 +24,42 @@ def lookup(
     *,
     gather: bool = False,
 ) -> jax.Array:
-    """table[index] as [B, L, D] in `dtype`, of a table as it is stored.
+    """Returns table[index] as [B, L, D] in `dtype`, from the stored table.
 
-    Where the width of the table is cut over devices that share the batch, it is
-    gathered, or each device looks everybody's examples up in its part and an all-to-all
-    turns the cut from width to examples: whichever moves less.
+    The width of the table may be sharded over mesh axes that also shard the batch.
+    There are two ways then, and the one that moves fewer bytes is taken. Either the
+    table is gathered, or each device looks up all examples in its shard of the width,
+    and an all-to-all reshards the result from width to examples.
 
-    Left alone, the compiler may gather every example's gradient on every device to sum
-    it. Here it first turns the cut back to width, and sums in float32.
+    For the gradient, the compiler alone might gather the gradients of all examples on
+    every device. Here they are first resharded to width, then summed in float32.
 
     Args:
-      gather: always gather it, since it is needed whole for something else.
+      gather: always gather the table, because it is needed elsewhere too.
     """
-    positions = math.prod(shard.part(index_BL.shape, ("batch", "length")))
-    stays = not gather and positions < table_ND.shape[0]
-    if stays:
+    positions = math.prod(shard.shard_shape(index_BL.shape, ("batch", "length")))
+    keep_sharded = not gather and positions < table_ND.shape[0]
+    if keep_sharded:
         table_ND = table_ND.astype(dtype)
         index_BL = shard(index_BL, LOOKED_UP[:2], role="param")
     else:
         table_ND = shard.weight(table_ND, axes, dtype)
-    return _lookup(shard, axes, stays, table_ND, index_BL)
+    return _lookup(shard, axes, keep_sharded, table_ND, index_BL)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _lookup(shard, axes, stays, table_ND, index_BL):
-    found_BLD = table_ND[index_BL]
-    return shard(found_BLD, LOOKED_UP, role="param") if stays else found_BLD
+def _lookup(shard, axes, keep_sharded, table_ND, index_BL):
+    x_BLD = table_ND[index_BL]
+    return shard(x_BLD, LOOKED_UP, role="param") if keep_sharded else x_BLD
 
 
-def _forward(shard, axes, stays, table_ND, index_BL):
-    # An array of no width carries the table's rows and type; its values are not needed.
-    found_BLD = _lookup(shard, axes, stays, table_ND, index_BL)
-    return found_BLD, (index_BL, table_ND[:, :0])
+def _forward(shard, axes, keep_sharded, table_ND, index_BL):
+    # An array of zero width carries the number of rows and the dtype of the table.
+    x_BLD = _lookup(shard, axes, keep_sharded, table_ND, index_BL)
+    return x_BLD, (index_BL, table_ND[:, :0])
 
 
-def _backward(shard, axes, stays, saved, g_BLD):
+def _backward(shard, axes, keep_sharded, saved, g_BLD):
     index_BL, table_N0 = saved
     g_BLD = shard(g_BLD, LOOKED_UP, role="optimizer")
     index_BL = shard(index_BL, LOOKED_UP[:2], role="optimizer")

@@ -1,7 +1,7 @@
 """NNX modules as pure functions of a nested dict of arrays.
 
-The trainer keeps parameters as plain nested dicts: what optax, orbax and the sharding
-rules take without adapters. A module is built from them for the length of one call.
+The trainer keeps parameters as plain nested dicts, which optax, orbax and the sharding
+rules accept without adapters. A module is built from them for each call.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,24 @@ Params = dict[str, Any]
 
 
 def init(make: Make, key: jax.Array) -> Params:
-    """The parameters of a new module. Call it under jit, with out_shardings."""
+    """Returns the parameters of a new module. Call it under jit with out_shardings."""
     return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
 
 
 def axes(make: Make) -> Params:
-    """The logical axes of each parameter, in the form of the parameters."""
+    """Returns the logical axes of the parameters, in the same structure."""
     return nnx.to_pure_dict(axes_of(nnx.state(_abstract(make), nnx.Param)))
 
 
 def bind(make: Make[Module], params: Params) -> Module:
-    """The module with these parameters."""
+    """Returns the module with these parameters."""
     graphdef, state = nnx.split(_abstract(make), nnx.Param)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
 
 
 def stack(make: Make, num: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`num` equal modules as one, each parameter with a leading `layer` dimension."""
+    """Returns `num` equal modules as one, with a leading `layer` dimension."""
     create = nnx.vmap(make, in_axes=0, out_axes=0)
     stacked = nnx.split_rngs(splits=num)(create)(rngs)
     for _, variable in nnx.iter_graph(stacked):

@@ -1,10 +1,10 @@
-"""What the backward pass recomputes, by name.
+"""Rematerialization policies: what the backward pass recomputes.
 
 none        keep everything that the backward pass reads
-full        keep each block's input only, recompute the block
+full        keep only the input of each block, recompute the block
 save-dots   keep the results of weight matmuls, recompute the rest
-save-named  keep the values that the model names (SAVED_NAMES), also what the kernel
-            of attention gave, so that it runs once
+save-named  keep the values named by the model (SAVED_NAMES), including the results of
+            the attention kernel, which then runs only once
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def rematerialize(block: Callable, remat: Remat, *, in_loop: bool = True) -> Cal
     """Wraps the body of a scan over blocks.
 
     Args:
-      in_loop: whether each turn of the scan's loop holds one block.
+      in_loop: whether each iteration of the scan's loop runs one block.
     """
     policies = jax.checkpoint_policies
     if remat == "none":
@@ -31,6 +31,6 @@ def rematerialize(block: Callable, remat: Remat, *, in_loop: bool = True) -> Cal
         "save-dots": policies.dots_with_no_batch_dims_saveable,
         "save-named": policies.save_only_these_names(*SAVED_NAMES),
     }[remat]
-    # Inside a scan nothing can be merged across the forward and backward loops, so
-    # the guard against common-subexpression elimination is only a cost.
+    # In a scan, XLA cannot merge the forward and backward loops, so the guard against
+    # common-subexpression elimination would only cost time.
     return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop)

@@ -1,7 +1,6 @@
-"""Causal attention on TPUs as one kernel that never stores its scores.
+"""Causal attention on TPUs, in one kernel that never stores its scores.
 
-The kernel is jax's own splash attention (Pallas). Blocks of scores above the diagonal
-are skipped.
+The kernel is jax's splash attention (Pallas). It skips blocks above the diagonal.
 
 Shape letters: B batch, L length, H heads, G key-value heads, K head width.
 """
@@ -30,15 +29,15 @@ def splash(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Attention [B, L, H, K] of one device's examples and heads.
+    """Computes attention [B, L, H, K] on one device's examples and heads.
 
     Args:
-      interpret: run the kernel as plain operations, where there is no TPU.
+      interpret: run the kernel as plain operations, without a TPU.
     """
     if block_size(q_BLHK.shape[1]) is None:
         raise ValueError(
-            f'attention "splash": length {q_BLHK.shape[1]} is no multiple of {LANES}. '
-            'Change the data\'s length, or set attention="xla".'
+            f'attention "splash": the length must be a multiple of {LANES}, got '
+            f'{q_BLHK.shape[1]}. Change the data\'s length, or set attention="xla".'
         )
     _, L, H, K = q_BLHK.shape
     q_BLHK = (q_BLHK.astype(jnp.float32) * K**-0.5).astype(q_BLHK.dtype)
@@ -61,14 +60,14 @@ def _kernel(num_heads: int, length: int, interpret: bool) -> Callable[..., Any]:
         block_q_dkv=block,
         block_kv_dkv=key_block_size(length),
         block_kv_dkv_compute=block,
-        # One kernel for all gradients multiplies five times a block, two need seven.
+        # The fused kernel takes five products per block, two separate ones take seven.
         use_fused_bwd_kernel=True,
     )
     mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads)
     return kernels.make_splash_mha_single_device(
         mask,
         block_sizes=sizes,
-        # Its result, and the sums that its backward pass needs, are kept by this name.
+        # The checkpoint name of its output and of the sums its backward pass needs.
         residual_checkpoint_name=SPLASH,
         interpret=interpret,
     )

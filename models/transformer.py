@@ -1,4 +1,4 @@
-"""A decoder transformer that covers the shapes of GPT-2 and Llama 2 and 3.
+"""A decoder-only transformer that covers GPT-2 and Llama 2 and 3.
 
 Shape letters: B batch, L length, D width, V vocabulary (padded).
 """
@@ -50,17 +50,17 @@ SIZES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A transformer language model, as the trainer takes a model.
+    """A transformer language model; implements the trainer's model interface.
 
     Attributes:
       num_kv_heads: key-value heads shared by groups of query heads; default num_heads.
       head_dim: default d_model / num_heads.
-      pad_vocab_to: the vocabulary's arrays are padded to a multiple of this, so that
-        mesh axes divide them. Padded entries never get any probability.
-      logit_softcap: logits are squeezed into (-cap, cap) by a tanh.
+      pad_vocab_to: pad the vocabulary to a multiple of this, so that mesh axes divide
+        it. Padded entries have no probability.
+      logit_softcap: squeeze logits into (-cap, cap) with a tanh.
       z_loss: weight of log(Z)^2, which keeps logits from drifting.
-      unroll: layers that a turn of the loop over layers holds, outside of pipelines;
-        with as many as there are there is no loop, and compiling takes longer.
+      unroll: layers per iteration of the loop over layers, outside of pipelines. With
+        unroll=num_layers there is no loop, and compilation takes longer.
     """
 
     vocab_size: int
@@ -87,7 +87,7 @@ class Config:
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
 
-    # Which field says how large a logical axis is, for messages.
+    # The field that sets the size of each logical axis, for error messages.
     axis_settings: ClassVar[Mapping[str, str]] = {
         "vocab": "pad_vocab_to",
         "embed": "d_model",
@@ -113,8 +113,8 @@ class Config:
             )
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(
-                f"d_model {self.d_model} is not divided by num_heads "
-                f"{self.num_heads}; change one, or give head_dim"
+                f"d_model {self.d_model} must be a multiple of num_heads "
+                f"{self.num_heads}; change one, or set head_dim"
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(
@@ -140,12 +140,12 @@ class Config:
         return nnx_pure.axes(self.make)
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Names the dimensions of every array a batch may hold."""
+        """Returns the logical axes of every array that a batch may have."""
         names = ("inputs", "targets", "weights", "positions", "segments")
         return dict.fromkeys(names, ("batch", "length"))
 
     def check_batch(self, batch: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Says what is wrong with the data, before anything compiles."""
+        """Raises ValueError if the data does not fit, before anything is compiled."""
         needed = facts.get("vocab_size", 0)
         if needed > self.vocab_size:
             raise ValueError(
@@ -155,7 +155,7 @@ class Config:
         for name in ("inputs", "targets", "weights"):
             if name not in batch:
                 raise ValueError(
-                    f"the batch has no array {name!r}, which the model needs; it has "
+                    f"the model needs an array {name!r}, but the batch has only "
                     f"{', '.join(batch)}"
                 )
         length = batch["inputs"].shape[1]
@@ -169,18 +169,18 @@ class Config:
     def loss(
         self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum, weight, other sums of the same weight) over a batch's tokens."""
+        """Returns the loss sum, its weight, and other sums, over a batch's tokens."""
         return nnx_pure.bind(self.make, params).loss(batch, shard)
 
     def block(
         self, params: Params, x_BLD: jax.Array, batch: dict[str, Any], shard: Sharder
     ) -> jax.Array:
-        """One block of the stack, on a batch that has positions."""
+        """Applies one block of the stack. The batch must have positions."""
         layer = nnx_pure.bind(functools.partial(Block, self), params)
         return layer(x_BLD, batch["positions"], batch.get("segments"), shard)
 
     def stack(self):
-        """The model in parts, as a pipeline takes it (meshloom.sharding.pipeline)."""
+        """Returns the model as a meshloom.sharding.pipeline.Stack."""
         from .transformer_stack import TransformerStack
 
         return TransformerStack(self)
@@ -189,24 +189,26 @@ class Config:
         model = nnx_pure.bind(self.make, params)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
 
-    def generate(self, params: Params, prompt_BP: jax.Array, num_tokens: int, **how):
-        """The prompt continued by `num_tokens`; see decode.generate for the rest."""
+    def generate(
+        self, params: Params, prompt_BP: jax.Array, num_tokens: int, **options
+    ) -> jax.Array:
+        """Returns the prompt followed by `num_tokens` new ones; see decode.generate."""
         from .decode import generate
 
         model = nnx_pure.bind(self.make, params)
-        return generate(model, prompt_BP, num_tokens, **how)
+        return generate(model, prompt_BP, num_tokens, **options)
 
     def num_params(self) -> int:
-        """Parameters, without the vocabulary's padding."""
+        """Returns the number of parameters, without padding of the vocabulary."""
         config = dataclasses.replace(self, pad_vocab_to=1)
         shapes = jax.eval_shape(lambda: config.init(jax.random.key(0)))
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
     def model_flops(self, batch: dict[str, Any]) -> float:
-        """FLOPs of one update on a batch of these shapes, no recomputation counted.
+        """Returns the FLOPs of one update on a batch, without recomputation.
 
-        6 for each matmul weight and token (2 forward, 4 backward), and causal
-        attention: 6 * layers * length * heads * head_dim a token.
+        These are 6 per matmul weight and token (2 forward, 4 backward), plus causal
+        attention, 6 * layers * length * heads * head_dim per token.
         """
         num_examples, length = batch["inputs"].shape
         c = self
@@ -217,7 +219,7 @@ class Config:
         return 6.0 * num_examples * length * (matmul + causal)
 
     def costs(self, rows: int, length: int, *, platform: str = "tpu"):
-        """What a step on so many examples multiplies and keeps, for a plan."""
+        """Returns the costs of a step on `rows` examples, for `meshloom plan`."""
         from .attention import choose
         from .transformer_costs import costs
 
@@ -227,12 +229,12 @@ class Config:
 
     @property
     def make(self):
-        """Makes the module, from random numbers."""
+        """A function that makes the module from nnx.Rngs."""
         return functools.partial(Transformer, self)
 
 
 class Transformer(nnx.Module):
-    """Embedding, a stack of equal blocks with a leading layer dimension, and a head."""
+    """Embedding, a stack of blocks with a leading layer dimension, and a head."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         c = self.config = config
@@ -270,11 +272,11 @@ class Transformer(nnx.Module):
         return shard(x_BLD, RESIDUAL)
 
     def block_params(self) -> Params:
-        """The stacked blocks as a plain tree, each array [layer, ...]."""
+        """Returns the stacked blocks as a plain tree, each array [layer, ...]."""
         return nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
 
     def hidden(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
-        """The residual stream after the last block."""
+        """Returns the residual stream after the last block."""
         batch = with_positions(batch)
 
         def block(x_BLD, params):
@@ -286,7 +288,7 @@ class Transformer(nnx.Module):
         return jax.lax.scan(body, x_BLD, self.block_params(), unroll=unroll)[0]
 
     def head_logits(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
-        """Logits cut by vocabulary wherever the rules cut it; padding is -1e9."""
+        """Returns logits, with the vocabulary sharded by the rules and padding -1e9."""
         c = self.config
         x_BLD = shard(self.final_norm(x_BLD, shard), ("batch", "length", "embed"))
         if c.tied_head:
@@ -318,6 +320,6 @@ class Transformer(nnx.Module):
 
 
 def with_positions(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The batch with positions counted from 0, where it has none of its own."""
+    """Returns the batch with positions, counted from 0 if it has none."""
     shape = batch["inputs"].shape
     return {"positions": jax.lax.broadcasted_iota(jnp.int32, shape, 1)} | batch

@@ -1,4 +1,4 @@
-"""The transformer as a pipeline takes it: embedding, blocks, head and loss."""
+"""The transformer as a pipeline stack: embedding, blocks, head and loss."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,15 +17,16 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class TransformerStack:
-    """A meshloom.sharding.pipeline.Stack.
+    """Implements meshloom.sharding.pipeline.Stack.
 
-    Embedding and head treat each position for itself, so stages share them by length.
+    Embedding and head treat each position independently, so the stages divide them by
+    length.
     """
 
     config: Config
     blocks = "blocks"
     axes = RESIDUAL
-    cut = 1
+    split_dim = 1
 
     @property
     def remat(self) -> str:

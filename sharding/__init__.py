@@ -1,4 +1,4 @@
-"""Sharding rules as a library: mesh, rules, resolver, plans. Imports jax only."""
+"""Sharding rules as a library: mesh, rules, resolver, plans. Depends on jax only."""
 
 from .audit import audit as audit
 from .idle import idle_axes as idle_axes

@@ -1,7 +1,7 @@
-"""Which collectives a compiled step runs, over which mesh axes, and how many bytes.
+"""Lists the collectives of a compiled step, with their mesh axes and bytes.
 
-The answer is read from the optimized program, so it is what the compiler decided, not
-what the source asked for.
+They are read from the optimized program: they show what the compiler decided, not what
+the source asked for.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from . import hlo
 from .hlo import collectives as hlo_collectives
+from .hlo.collectives import CollectiveOp
 from .hlo.slices import crossings, slice_of
 from .text import align, human_bytes
 
@@ -29,19 +30,19 @@ class Collective:
     Attributes:
       kind: all-reduce, all-gather, reduce-scatter, all-to-all, ragged-all-to-all,
         collective-permute or collective-broadcast.
-      axes: The mesh axes, in mesh order, along which the members of a group differ; of
-        a permute, along which source and target differ. ("?",) where the groups are
-        not the rows of the mesh along some of its axes.
+      axes: The mesh axes, in mesh order, along which the members of a group differ. For
+        a permute, the axes along which source and target differ. ("?",) if the groups
+        do not correspond to mesh axes.
       count: How often it runs in one step.
-      bytes: Payload on one device over all runs. The payload of one run is the array
-        that is whole in every group: the result of an all-gather, the operand of every
-        other kind. What travels over the wire depends on the algorithm.
-      source: `file:line` of the innermost user frame, "" where the compiler kept none.
-      op_name: The path of jax operations that it comes from.
-      dtype: Element type in HLO's notation; several joined with + where arrays of
-        several types are combined.
-      shape: Shape of the payload; of several arrays combined into one collective, the
-        total number of elements.
+      bytes: Payload on one device, summed over all runs. The payload of one run is the
+        unsharded side: the result of an all-gather, the operand of every other kind.
+        The bytes on the wire depend on the algorithm.
+      source: `file:line` of the innermost user frame, "" if the compiler kept none.
+      op_name: The path of the jax operations it was compiled from.
+      dtype: Element type in HLO notation. If arrays of several types are combined, the
+        types joined with "+".
+      shape: Shape of the payload. If several arrays are combined, the total number of
+        elements.
     """
 
     kind: str
@@ -56,12 +57,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The collectives of one program, in the order of its text."""
+    """The collectives of one program, in program order."""
 
     collectives: tuple[Collective, ...]
 
     def total(self, kind: str | None = None, axis: str | None = None) -> Count:
-        """Returns (count, bytes) of one kind, over groups that vary along one axis."""
+        """Returns the (count, bytes) of one kind of collective along one mesh axis."""
         chosen = [
             c
             for c in self.collectives
@@ -80,39 +81,39 @@ class Audit:
     def expect(
         self, expected: Mapping[Key, int | Count | None], *, small: int = 0
     ) -> None:
-        """Raises ValueError unless exactly the expected collectives are there.
+        """Raises ValueError unless the program has exactly the expected collectives.
 
         Args:
-          expected: (kind, axes) to the expected count, to (count, bytes), or to None
-            where any number will do but one at least.
-          small: Collectives whose payload of one run is below this many bytes, such as
-            that of a scalar loss, are not looked at.
+          expected: Maps (kind, axes) to the expected count, to (count, bytes), or to
+            None for any number >= 1.
+          small: Ignore collectives that move fewer bytes than this in one run, for
+            instance the all-reduce of a scalar loss.
         """
-        looked_at = Audit(
+        checked = Audit(
             tuple(c for c in self.collectives if c.bytes >= small * c.count)
         )
-        found = looked_at.by_kind_and_axes()
-        faults = []
+        totals = checked.by_kind_and_axes()
+        errors = []
         for key, want in expected.items():
-            have = found.get(key)
+            have = totals.get(key)
             if have is None:
-                faults.append(f"missing: {_label(key)}, expected {_describe(want)}")
+                errors.append(f"missing: {_label(key)}, expected {_describe(want)}")
             elif want is not None and want not in (have[0], have):
-                faults.append(
+                errors.append(
                     f"wrong: {_label(key)}, expected {_describe(want)}, "
-                    f"found {_describe(have)}:\n{looked_at._only({key})}"
+                    f"found {_describe(have)}:\n{checked._only({key})}"
                 )
-        unexpected = looked_at._only(found.keys() - expected.keys())
+        unexpected = checked._only(totals.keys() - expected.keys())
         if unexpected.collectives:
-            faults.append(f"unexpected:\n{unexpected}")
-        if faults:
+            errors.append(f"unexpected:\n{unexpected}")
+        if errors:
             raise ValueError(
-                "collectives of the program differ from the expected ones "
-                f"(those below {small} bytes left out)\n" + "\n".join(faults)
+                "the collectives of the program are not the expected ones "
+                f"(ignoring those below {small} bytes)\n" + "\n".join(errors)
             )
 
     def to_json(self) -> str:
-        """Returns a JSON object with `collectives` and `totals`, both lists."""
+        """Returns a JSON object with the lists `collectives` and `totals`."""
         totals = [
             {"kind": kind, "axes": axes, "count": count, "bytes": num_bytes}
             for (kind, axes), (count, num_bytes) in self.by_kind_and_axes().items()
@@ -145,19 +146,19 @@ def audit(
     dcn: Mapping[str, int] | None = None,
     count_unknown_loops_as: int | None = None,
 ) -> Audit:
-    """Returns the collectives of a compiled program, loops multiplied out.
+    """Returns the collectives of a compiled program, multiplied by loop trip counts.
 
-    Collectives among groups of one device move nothing and are left out. Every branch
+    Collectives within groups of one device move nothing and are left out. Every branch
     of a conditional counts as taken.
 
     Args:
-      compiled: What `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
-      mesh: The mesh of the program's shardings. Ids in the program are positions in
-        its flat array of devices.
-      dcn: The axis of the mesh that crosses TPU slices and over how many, as in
-        MeshSpec. The compiler writes the program of one slice then.
-      count_unknown_loops_as: The trip count to assume where none can be derived; by
-        default a collective in such a loop is an error.
+      compiled: The result of `jax.jit(f).lower(...).compile()`, or its `as_text()`.
+      mesh: The mesh of the program's shardings. Device ids in the program are positions
+        in its flattened device array.
+      dcn: The mesh axis that crosses TPU slices, and the number of slices, as in
+        MeshSpec. The compiler then writes the program of a single slice.
+      count_unknown_loops_as: The trip count to assume if none can be derived. By
+        default, a collective in such a loop is an error.
     """
     if isinstance(compiled, str):
         text = compiled
@@ -166,46 +167,46 @@ def audit(
         text = compiled.as_text()
     if not text:
         raise ValueError(
-            "compiled program: the backend gave no HLO text, and without it nothing "
-            "can be audited; compile it for a backend that does"
+            "compiled program: the backend returned no HLO text to audit; compile it "
+            "for a backend that provides the text"
         )
     module = hlo.parse(text)
     crossed, sizes = slice_of(mesh, dcn or {})
     num_devices = module.replica_count * module.num_partitions
     if num_devices != math.prod(sizes):
         raise ValueError(
-            f"compiled program: it runs on {num_devices} devices, and the mesh "
+            f"compiled program: it runs on {num_devices} devices, but the mesh "
             f"{dict(mesh.shape)} has {math.prod(sizes)}"
             f"{' in a slice' if crossed else ''}; pass the mesh of its shardings"
         )
     times, unknown = hlo.executions(module, count_unknown_loops_as)
     collectives = []
-    found_axes = [
-        (found, hlo_collectives.mesh_axes(found, mesh.axis_names, sizes))
-        for found in hlo_collectives.find(module)
+    ops_and_axes = [
+        (op, hlo_collectives.mesh_axes(op, mesh.axis_names, sizes))
+        for op in hlo_collectives.find(module)
     ]
     num_slices = mesh.size // num_devices
-    found_axes += [(found, crossed) for found in crossings(module, num_slices)]
-    for found, axes in found_axes:
-        if axes and found.computation in unknown:
-            what = f"{found.computation} runs the {found.kind} {found.name}"
-            raise hlo.unknown_loop(what, unknown[found.computation])
-        count = times.get(found.computation, 0)
+    ops_and_axes += [(op, crossed) for op in crossings(module, num_slices)]
+    for op, axes in ops_and_axes:
+        if axes and op.computation in unknown:
+            what = f"{op.computation} runs the {op.kind} {op.name}"
+            raise hlo.unknown_loop(what, unknown[op.computation])
+        count = times.get(op.computation, 0)
         if axes and count:
-            collectives.append(_collective(found, axes, count))
+            collectives.append(_collective(op, axes, count))
     return Audit(tuple(collectives))
 
 
 def _check_device_order(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
-    """Raises ValueError where no sharding of the program has this device order."""
+    """Raises ValueError if no sharding of the program has this device order."""
     leaves = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, NamedSharding)]
     orders = {_device_ids(m) for m in meshes if isinstance(m, Mesh)}
     given = _device_ids(mesh)
     if orders and given not in orders:
         raise ValueError(
-            f"compiled program: its devices are in the order {orders.pop()}, those of "
-            f"the mesh {given}; pass the mesh of its shardings"
+            f"compiled program: its device order is {orders.pop()}, but that of the "
+            f"mesh is {given}; pass the mesh of its shardings"
         )
 
 
@@ -213,18 +214,16 @@ def _device_ids(mesh: Mesh) -> tuple[int, ...]:
     return tuple(device.id for device in mesh.devices.ravel())
 
 
-def _collective(
-    found: hlo_collectives.Found, axes: tuple[str, ...], count: int
-) -> Collective:
-    arrays = found.payload
+def _collective(op: CollectiveOp, axes: tuple[str, ...], count: int) -> Collective:
+    arrays = op.payload
     elements = sum(array.size for array in arrays)
     return Collective(
-        kind=found.kind,
+        kind=op.kind,
         axes=axes,
         count=count,
         bytes=count * sum(array.num_bytes for array in arrays),
-        source=found.source,
-        op_name=found.op_name,
+        source=op.source,
+        op_name=op.op_name,
         dtype="+".join(sorted({array.dtype for array in arrays})),
         shape=arrays[0].dims if len(arrays) == 1 else (elements,),
     )
@@ -243,5 +242,5 @@ def _describe(want: int | Count | None) -> str:
 
 
 def _short(source: str) -> str:
-    """Returns the file with its folder only, enough to find it."""
+    """Returns the file name with its parent directory only."""
     return "/".join(source.split("/")[-2:])

@@ -1,4 +1,4 @@
-"""Mesh axes over which nothing is sharded: their devices repeat each other's work."""
+"""Finds mesh axes that shard nothing: devices along them duplicate work."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from .resolve import split_unit
 from .rules import Rules
 from .tree import Resolved
 
-SHOWN = 4  # dimensions that could use the axis
+SHOWN = 4  # how many dimensions that could use the axis a message lists
 
 
 def idle_axes(
@@ -21,9 +21,9 @@ def idle_axes(
     """Returns the mesh axes larger than 1 that shard nothing, each with the reason.
 
     Args:
-      layouts: what was resolved for the mesh: parameters, optimizer state, a batch.
-      program: what `jax.jit(f).trace(...)` returns for the step, or its jaxpr, so that
-        axes that shard activations only count as used.
+      layouts: everything resolved for the mesh: parameters, optimizer state, a batch.
+      program: the result of `jax.jit(f).trace(...)` for the step, or its jaxpr. With
+        it, axes that shard only activations count as used.
     """
     if not layouts:
         return {}
@@ -44,7 +44,7 @@ def _axes_of(spec: P) -> Iterator[str]:
 
 
 def _axes_in(value: Any) -> Iterator[str]:
-    """The mesh axes in every sharding of a jaxpr and of those inside it."""
+    """Yields the mesh axes of every sharding in a jaxpr and its inner jaxprs."""
     if isinstance(value, ClosedJaxpr):
         value = value.jaxpr
     if isinstance(value, Jaxpr):
@@ -60,12 +60,12 @@ def _axes_in(value: Any) -> Iterator[str]:
 
 
 def _reason(axis: str, size: int, rules: Rules, layouts: Sequence[Resolved]) -> str:
-    parts = [f"no array is sharded over it, so its {size} ways would repeat the work"]
+    parts = [f"no array is sharded over it, so its {size} ways would duplicate work"]
     rows = [row for row in rules.rows if any(axis in c for c in row.candidates)]
     if not rows:
         plans = [name for name, plan in PLANS.items() if axis in plan().mesh_axes]
-        offer = f"; plans that do: {', '.join(plans)}" if plans else ""
-        parts.append(f"no rule names it{offer}")
+        suggestion = f"; plans that do: {', '.join(plans)}" if plans else ""
+        parts.append(f"no rule names it{suggestion}")
     lost = dict.fromkeys(
         f"{dimension.name} of {array.path}: {one}"
         for layout in layouts
@@ -75,21 +75,21 @@ def _reason(axis: str, size: int, rules: Rules, layouts: Sequence[Resolved]) -> 
         if axis in one.candidate
     )
     if lost:
-        parts.append("rules that name it lost: " + "; ".join([*lost][:SHOWN]))
+        parts.append("rules that name it did not apply: " + "; ".join([*lost][:SHOWN]))
     elif rows:
         names = ", ".join(dict.fromkeys(row.name for row in rows))
-        parts.append(f"no array here has the axes of the rules that name it ({names})")
+        parts.append(f"no array has a logical axis whose rule names it ({names})")
     could = _could_use(size, layouts)
     shown = ", ".join(could[:SHOWN]) or "none"
     more = f" and {len(could) - SHOWN} more" if len(could) > SHOWN else ""
-    parts.append(f"dimensions that it divides and nothing shards: {shown}{more}")
+    parts.append(f"unsharded dimensions that it divides: {shown}{more}")
     first, *others = parts
     return ". ".join([first, *(part[0].upper() + part[1:] for part in others)])
 
 
 def _could_use(size: int, layouts: Sequence[Resolved]) -> list[str]:
-    """One array for each logical axis that an axis of this size would divide."""
-    found: dict[str, str] = {}
+    """Returns one example array per unsharded logical axis that `size` divides."""
+    examples: dict[str, str] = {}
     for layout in layouts:
         for array in layout.arrays:
             for d in array.dimensions:
@@ -97,5 +97,5 @@ def _could_use(size: int, layouts: Sequence[Resolved]) -> list[str]:
                     continue
                 name, unit = split_unit(d.name)
                 if d.size // unit % size == 0:
-                    found.setdefault(name, f"{name} of {array.path} ({d.size})")
-    return [*found.values()]
+                    examples.setdefault(name, f"{name} of {array.path} ({d.size})")
+    return [*examples.values()]

@@ -1,4 +1,4 @@
-"""What in a table of rules does nothing, or not what it seems to do."""
+"""Finds rules that have no effect, or not the effect they appear to have."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -12,19 +12,18 @@ def lint(
     used: Iterable[tuple[str, Role]],
     mesh: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Returns one line for each row that does nothing and each mesh axis left out.
+    """Returns one line for each row without effect and each mesh axis without a row.
 
-    Rows of the plans that come with the library are a vocabulary, and no model uses all
-    of it: only rows of your own are reported as never used. A row for a role that
-    nothing was resolved for is not judged.
+    No model uses every logical axis of the built-in plans, so only your own rows are
+    reported as never used. Rows for a role that was never resolved are skipped.
 
     Args:
-      used: (name, role) of every lookup, as `Resolved.used` has them. Names that occur
-        inside jit only are not among them; add ("name", "compute") for those.
-      mesh: sizes of the mesh axes; with them, axes that no row names are reported too.
+      used: the (name, role) of every lookup, from `Resolved.used`. It lacks names that
+        occur only inside jit; add ("name", "compute") for those.
+      mesh: sizes of the mesh axes. With it, axes that no row names are reported too.
     """
     used = set(used)
-    # To shard what an earlier plan left replicated is what a plan is added for.
+    # Plans are meant to shard what an earlier plan replicated; that is not reported.
     notes = [
         f"replaced: {old}  by  {new}"
         for old, new in rules.replaced
@@ -32,36 +31,36 @@ def lint(
     ]
     for row in rules.rows:
         if not _is_standard(row) and not _is_used(row, rules, used):
-            notes.append(f"never used: {row}{_meant(row, used)}")
+            notes.append(f"never used: {row}{_suggestion(row, used)}")
         if () in row.candidates[:-1]:
-            notes.append(f"unreachable: what stands after 'replicated' in {row}")
+            notes.append(f"unreachable: the candidates after 'replicated' in {row}")
     for axis, size in (mesh or {}).items():
         if size > 1 and axis not in rules.mesh_axes:
             notes.append(
-                f"idle: no row names mesh axis {axis!r}, so its {size} ways all do the "
-                "same work"
+                f"idle: no row names mesh axis {axis!r}, so its {size} ways duplicate "
+                "work"
             )
     return notes
 
 
 def _is_standard(row: Row) -> bool:
-    """Whether the row is of a plan of ours; rows joined by `also` name two plans."""
+    """Returns whether the row is from built-in plans; `also` joins two plan names."""
     return all(plan in PLANS for plan in row.plan.split("+"))
 
 
 def _is_used(row: Row, rules: Rules, used: set[tuple[str, Role]]) -> bool:
-    """Whether a lookup found the row, or may find it in a role not resolved here."""
+    """Returns whether a lookup reached the row, or could in an unresolved role."""
     roles = ROLES if row.role is None else (row.role,)
     reached = [role for role in roles if rules.find(row.name, role) is row]
     if any((row.name, role) in used for role in reached):
         return True
     resolved = {role for _, role in used}
-    open_roles = [role for role in reached if role not in resolved]
+    unresolved = [role for role in reached if role not in resolved]
     named = any(name == row.name for name, _ in used)
-    return bool(open_roles) and (named or row.role is not None)
+    return bool(unresolved) and (named or row.role is not None)
 
 
-def _meant(row: Row, used: set[tuple[str, Role]]) -> str:
+def _suggestion(row: Row, used: set[tuple[str, Role]]) -> str:
     names = {name for name, _ in used} - {row.name}
     close = difflib.get_close_matches(row.name, sorted(names), n=1)
     return f"  (did you mean {close[0]!r}?)" if close else ""

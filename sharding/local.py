@@ -1,9 +1,9 @@
-"""Functions that run on each device's part of arrays, for kernels.
+"""Runs functions on each device's local shards, for kernels.
 
-The compiler cannot shard a kernel by itself, so it is wrapped in a shard_map over every
-mesh axis that is not manual yet. Kernels know nothing of the types by which a shard_map
-around them tells values that vary over its axes; so they are taken off on the way in
-and put back on the way out, forward and backward.
+The compiler cannot shard a kernel, so the kernel is wrapped in a shard_map over every
+mesh axis that is not manual yet. Kernels do not support the varying-axes types of an
+enclosing shard_map. Those types are removed from the arguments and restored on the
+results, forward and backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ Function = Callable[..., jax.Array]
 def local(
     f: Function, mesh: Mesh | AbstractMesh, in_specs: Sequence[P], out_specs: P
 ) -> Function:
-    """f on each device's part of arrays that are sharded so; it must not communicate.
+    """Returns f applied to each device's local shards. f must not communicate.
 
-    Arguments that are no numbers with a fraction get no gradient.
+    Arguments that are not floating point get no gradient.
     """
     names = set(mesh.axis_names) - set(mesh.manual_axes)
 
@@ -39,36 +39,36 @@ def local(
     if not mesh.manual_axes:
         return run
 
-    def bare(x: jax.Array, spec: P) -> jax.Array:
-        # Something has to be done to it, or its type comes through.
+    def untyped(x: jax.Array, spec: P) -> jax.Array:
+        # An identity function would pass the varying-axes type through.
         return mapped(lambda x: x[None][0], spec, spec)(x)
 
     def arguments(xs):
-        return [bare(x, spec) for x, spec in zip(xs, in_specs, strict=True)]
+        return [untyped(x, spec) for x, spec in zip(xs, in_specs, strict=True)]
 
     @jax.custom_vjp
-    def whole(*xs):
+    def wrapped(*xs):
         return vary(run(*arguments(xs)), *xs)
 
     def forward(*xs):
         out, pullback = jax.vjp(run, *arguments(xs))
-        # Arrays of no size carry the types of the arguments.
+        # Empty arrays carry the types of the arguments.
         return vary(out, *xs), (pullback, [x.ravel()[:0] for x in xs])
 
     def backward(saved, g):
         pullback, types = saved
-        grads = pullback(bare(g, out_specs))
+        grads = pullback(untyped(g, out_specs))
         return tuple(
             None if g.dtype == jax.dtypes.float0 else vary(g, x)
             for g, x in zip(grads, types, strict=True)
         )
 
-    whole.defvjp(forward, backward)
-    return whole
+    wrapped.defvjp(forward, backward)
+    return wrapped
 
 
 def vary(x: jax.Array, *like: jax.Array) -> jax.Array:
-    """x, typed as varying over all axes over which one of the others does."""
+    """Returns x typed as varying over every axis that any of `like` varies over."""
     axes = frozenset().union(*(jax.typeof(other).mat.varying for other in like))
     missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
     return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -1,7 +1,7 @@
-"""Logical names for the dimensions of a tree's arrays, wherever they come from.
+"""Logical axes for the arrays of a tree.
 
-Three origins: names a tree carries itself (NNX variables, Linen's boxes), path patterns
-for trees without names, and the parameters an optimizer's state belongs to.
+They come from one of three sources: the tree itself (NNX variables, Linen boxes), path
+patterns for trees without names, or the parameters an optimizer state belongs to.
 """
 
 import math
@@ -13,17 +13,18 @@ import jax
 
 from .resolve import Axes
 
-# The most elements an array of no parameter may have to be replicated unasked.
+# Optimizer state of at most this many elements that belongs to no parameter is
+# replicated without being named.
 SMALL = 1024
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A key path as "blocks/attention/query"."""
+    """Returns a key path as a string, for instance "blocks/attention/query"."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def is_named(leaf: Any) -> bool:
-    """True for what carries names beside an array: NNX variables, Linen's boxes."""
+    """Returns whether a leaf may carry axis names: NNX variables and Linen boxes."""
     return _is_variable(leaf) or _is_box(leaf)
 
 
@@ -32,37 +33,37 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _is_box(leaf: Any) -> bool:
-    """True for flax's nn.Partitioned and nn.LogicallyPartitioned."""
+    """Returns whether a leaf is an nn.Partitioned or nn.LogicallyPartitioned."""
     return hasattr(leaf, "replace_boxed") and hasattr(leaf, "names")
 
 
 def unwrap(leaf: Any) -> Any:
-    """Returns the array (or ShapeDtypeStruct) in a variable or box, or the leaf."""
+    """Returns the array or ShapeDtypeStruct inside a variable or box, or the leaf."""
     if _is_variable(leaf):
         return leaf.get_value()
     return leaf.value if _is_box(leaf) else leaf
 
 
 def rewrap(leaf: Any, value: Any) -> Any:
-    """Returns the variable or box with another array in it."""
+    """Returns the variable or box with its array replaced by `value`."""
     if _is_variable(leaf):
         return leaf.replace(value)
     return leaf.replace_boxed(value) if _is_box(leaf) else value
 
 
 def is_array(leaf: Any) -> bool:
-    """True for arrays and their shapes; trees of equinox hold functions and numbers."""
+    """Returns whether a leaf has a shape and dtype; equinox trees hold other leaves."""
     array = unwrap(leaf)
     return hasattr(array, "shape") and hasattr(array, "dtype")
 
 
 def axes_of(tree: Any) -> Any:
-    """Returns the names that a tree of NNX variables or Linen's boxes carries.
+    """Returns the logical axes that a tree of NNX variables or Linen boxes carries.
 
-    Read from a variable's metadata `axes`, or from flax's own `out_sharding` (or
-    `sharding_names`), or from the `names` of a box. An array without them is an error:
-    nothing is replicated because somebody forgot to name it. A scalar has no dimension
-    to name, and what is not an array has the names None.
+    They are read from a variable's metadata `axes`, from flax's own `out_sharding` (or
+    `sharding_names`), or from the `names` of a box. An array without them is an error,
+    so no array is replicated because its names were forgotten. Scalars need no names.
+    The axes of a leaf that is not an array are None.
     """
     missing = []
 
@@ -77,8 +78,9 @@ def axes_of(tree: Any) -> Any:
     axes = jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_named)
     if missing:
         raise ValueError(
-            f"{len(missing)} arrays carry no logical axes: {_some(missing)}. Give the "
-            "variable axes=(...) metadata, or pass axes=axes_from_paths(tree, {...})."
+            f"{len(missing)} arrays have no logical axes: {_some(missing)}. Add "
+            "axes=(...) metadata to the variables, or pass "
+            "axes=axes_from_paths(tree, {...})."
         )
     return axes
 
@@ -94,15 +96,15 @@ def _carried(path: Sequence[Any], leaf: Any) -> Axes | None:
 
 
 def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
-    """Returns names for a tree that has none, by regular expressions on the paths.
+    """Returns the logical axes of a tree, from regular expressions on its paths.
 
-    The first pattern that matches the whole path (as "blocks/0/query") gives the names.
-    An array that no pattern matches keeps the names it carries (NNX, Linen); one that
-    carries none, and a pattern that matches no array, are errors. What is not an array
-    (a function or a number in a tree of equinox) has the names None.
+    The first pattern that matches the full path ("blocks/0/query") names the array. An
+    array that no pattern matches keeps the names it carries (NNX, Linen). An array with
+    neither, or a pattern that matches no array, is an error. The axes of a leaf that is
+    not an array, such as a function in an equinox module, are None.
     """
     compiled = _compile(patterns)
-    fired: set[str] = set()
+    matched: set[str] = set()
     unmatched = []
 
     def one(path, leaf):
@@ -111,7 +113,7 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
         name = path_name(path)
         for pattern, axes in compiled:
             if pattern.fullmatch(name):
-                fired.add(pattern.pattern)
+                matched.add(pattern.pattern)
                 if len(axes) != unwrap(leaf).ndim:
                     raise ValueError(
                         f"{name}: pattern {pattern.pattern!r} names {len(axes)} "
@@ -130,25 +132,26 @@ def axes_from_paths(tree: Any, patterns: Mapping[str, Axes]) -> Any:
             f"{len(unmatched)} paths match no pattern: {_some(unmatched)}. Add a "
             "pattern for them; (None, ...) replicates an array."
         )
-    if idle := [pattern for pattern in patterns if pattern not in fired]:
+    if unused := [pattern for pattern in patterns if pattern not in matched]:
         raise ValueError(
-            f"{len(idle)} patterns match no path of an array: {_some(idle)}. Remove "
-            "them, or fix them: a pattern must match the whole path, and the first "
-            "that does takes it."
+            f"{len(unused)} patterns match no array: {_some(unused)}. Remove or fix "
+            "them: a pattern must match the full path, and only the first matching "
+            "pattern applies."
         )
     return result
 
 
 class UnknownState(ValueError):
-    """An array of an optimizer's state that belongs to no parameter.
+    """Raised for an optimizer state array that belongs to no parameter.
 
     Attributes:
-      found: what it is; pattern: how to leave it replicated, as `others` takes it.
+      problem: the array, and why no parameter owns it.
+      pattern: the entry of `others` that would replicate it.
     """
 
-    def __init__(self, message: str, *, found: str, pattern: str):
+    def __init__(self, message: str, *, problem: str, pattern: str):
         super().__init__(message)
-        self.found, self.pattern = found, pattern
+        self.problem, self.pattern = problem, pattern
 
 
 def axes_for_state(
@@ -158,17 +161,17 @@ def axes_for_state(
     *,
     others: Mapping[str, Axes] | None = None,
 ) -> Any:
-    """Names for an optimizer's state, from the parameter each array belongs to.
+    """Returns the logical axes of an optimizer state, from those of the parameters.
 
-    An array belongs to the parameter with the longest path that ends its own path, so
-    moments, masked and partitioned optimizers all resolve by structure. Its shape is
-    the parameter's, or the parameter's with one dimension summed away (factored
-    moments). One-element placeholders have no names, nor have arrays of no parameter
-    up to SMALL elements (counters, coefficients).
+    An array belongs to the parameter whose path is the longest suffix of its own path.
+    This covers moments, masked and partitioned optimizers. Its shape must be that of
+    the parameter, or that shape without one dimension (factored moments). Arrays of
+    one element are replicated, and so are arrays of up to SMALL elements that belong to
+    no parameter (counters, coefficients).
 
     Args:
-      others: path patterns, as in `axes_from_paths`, for state that follows neither
-        form. They come first.
+      others: path patterns, as in `axes_from_paths`, for any other state. They take
+        precedence.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_named)
     owners = {
@@ -190,22 +193,24 @@ def axes_for_state(
         if math.prod(shape) <= 1:
             return (None,) * len(shape)
         keys = tuple(map(_key, path))
-        ends = (keys[start:] for start in range(len(keys) + 1))
-        owner = next((end for end in ends if end in owners), None)
+        suffixes = (keys[start:] for start in range(len(keys) + 1))
+        owner = next((suffix for suffix in suffixes if suffix in owners), None)
         if owner is not None and (names := _fit(shape, *owners[owner], keys)):
             return names
-        # A tree that is one array has the empty path, which ends every path.
+        # A tree that is one array has the empty path, a suffix of every path.
         if not owner and math.prod(shape) <= SMALL:
             return (None,) * len(shape)
-        found = "belongs to no parameter: no parameter's path ends its path"
+        reason = "belongs to no parameter: no parameter's path is a suffix of its path"
         if owner:
-            whose = owners[owner][0]
-            found = f"does not fit its parameter {'/'.join(owner)} of shape {whose}"
+            reason = (
+                f"does not fit its parameter {'/'.join(owner)} of shape "
+                f"{owners[owner][0]}"
+            )
         pattern = f"{{{re.escape(name)!r}: {(None,) * len(shape)}}}"
-        found = f"optimizer state {name} of shape {shape} {found}"
+        problem = f"optimizer state {name} of shape {shape} {reason}"
         raise UnknownState(
-            f"{found}. Name its dimensions: others={pattern} replicates it.",
-            found=found,
+            f"{problem}. Name its dimensions: others={pattern} replicates it.",
+            problem=problem,
             pattern=pattern,
         )
 
@@ -224,8 +229,8 @@ def _fit(
     ]
     if not fits:
         return None
-    # Of a square matrix both sums have one shape. Row statistics keep the first of the
-    # two dimensions, column statistics the second.
+    # For a square matrix, the row and column statistics have the same shape. Row
+    # statistics keep the first of the two dimensions, column statistics the second.
     return fits[-1] if "v_row" in keys else fits[0]
 
 
@@ -236,7 +241,7 @@ def _compile(patterns: Mapping[str, Axes]) -> list[tuple[re.Pattern[str], Axes]]
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"path pattern {pattern!r} is no regular expression: {error}"
+                f"path pattern {pattern!r} is not a regular expression: {error}"
             ) from None
         result.append((compiled, _names(axes, f"path pattern {pattern!r}")))
     return result
@@ -245,8 +250,8 @@ def _compile(patterns: Mapping[str, Axes]) -> list[tuple[re.Pattern[str], Axes]]
 def _names(value: Any, where: str) -> Axes:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(
-            f"{where}: logical axes must be a tuple with a name for each dimension, "
-            f"got {value!r}"
+            f"{where}: logical axes must be a tuple with one name per dimension, got "
+            f"{value!r}"
         )
     return tuple(value)
 

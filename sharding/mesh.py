@@ -19,15 +19,14 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-    """Sizes of the mesh axes. At most one is -1 and takes the devices left over.
+    """Sizes of the mesh axes. At most one may be -1: it takes the remaining devices.
 
-    An axis of size 1 is always there and costs nothing, so rules never have to ask
-    whether it exists.
+    Axes of size 1 always exist and cost nothing, so rules need not check for them.
 
     Attributes:
-      dcn: the part of each axis that crosses the slower network between slices, for
-        instance {"data": 2} for two slices that share a batch. The sizes above are
-        totals: data=8 with dcn {"data": 2} is 4 ways inside each of 2 slices.
+      dcn: the factor of each axis that crosses the slower network between slices, for
+        instance {"data": 2} for two data-parallel slices. Axis sizes are totals: data=8
+        with dcn {"data": 2} is 4 ways inside each of 2 slices.
     """
 
     replica: int = 1
@@ -44,26 +43,26 @@ class MeshSpec:
             size = getattr(self, name)
             if not _is_count(size) and size != -1:
                 raise ValueError(
-                    f"mesh axis {name!r} has size {size!r}; give a positive whole "
-                    "number, or -1 for the devices left over"
+                    f"mesh axis {name!r} must be a positive integer, or -1 for the "
+                    f"remaining devices, got {size!r}"
                 )
         free = [name for name in AXES if getattr(self, name) == -1]
         if len(free) > 1:
             raise ValueError(
-                f"mesh {self}: only one axis may be -1, got {free}. Give the others "
-                "their sizes."
+                f"mesh {self}: only one axis may be -1, got {free}. Set the sizes of "
+                "the others."
             )
         for name, size in (self.dcn or {}).items():
             if name not in AXES:
                 raise ValueError(
-                    f"mesh dcn names {name!r}, which is no mesh axis. Axes: "
+                    f"mesh dcn names {name!r}, which is not a mesh axis. Axes: "
                     f"{', '.join(AXES)}."
                 )
             self._check_split(name, getattr(self, name), size)
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """Reads "data=2,fsdp=-1,tensor=4"; a slice part is "data=8/2" (dcn 2)."""
+        """Parses "data=2,fsdp=-1,tensor=4"; "data=8/2" sets dcn to {"data": 2}."""
         sizes: dict[str, int] = {}
         dcn: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
@@ -72,7 +71,8 @@ class MeshSpec:
             name = name.strip()
             if name not in AXES:
                 raise ValueError(
-                    f"mesh {text!r}: {name!r} is no mesh axis. Axes: {', '.join(AXES)}."
+                    f"mesh {text!r}: {name!r} is not a mesh axis. Axes: "
+                    f"{', '.join(AXES)}."
                 )
             if name in sizes:
                 raise ValueError(f"mesh {text!r}: axis {name!r} is given twice")
@@ -82,8 +82,9 @@ class MeshSpec:
                     dcn[name] = int(slices)
             except ValueError:
                 raise ValueError(
-                    f"mesh {text!r}: the size of {name!r} must be a whole number, got "
-                    f"{value!r}. Write it as {name}=4, or {name}=-1 for the rest."
+                    f"mesh {text!r}: the size of {name!r} must be an integer, got "
+                    f"{value!r}. Write {name}=4, or {name}=-1 for the remaining "
+                    "devices."
                 ) from None
         return cls(**sizes, dcn=dcn or None)
 
@@ -97,7 +98,7 @@ class MeshSpec:
         return ",".join(sizes) or "one device"
 
     def sizes(self, num_devices: int) -> dict[str, int]:
-        """Fills in the -1 and checks that the sizes multiply to `num_devices`."""
+        """Returns the size of every axis; they multiply to `num_devices`."""
         given = {name: getattr(self, name) for name in AXES}
         fixed = math.prod(size for size in given.values() if size != -1)
         free = -1 in given.values()
@@ -105,15 +106,16 @@ class MeshSpec:
             wanted = f"a multiple of {fixed}" if free else f"{fixed}"
             raise ValueError(
                 f"mesh {self} needs {wanted} devices, but there are {num_devices}. "
-                "Change the axis sizes, or give one axis size -1."
+                "Change the axis sizes, or set one axis to -1."
             )
         rest = num_devices // fixed
         return {n: rest if s == -1 else s for n, s in given.items()}
 
     def make(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh over `devices` (default: all), neighbours on it near on the wire.
+        """Returns the mesh, with neighbors along an axis close on the network.
 
-        `devices` may be the compile-only devices of a topology.
+        Args:
+          devices: default all devices. They may be compile-only devices of a topology.
         """
         devices = jax.devices() if devices is None else list(devices)
         sizes = self.sizes(len(devices))
@@ -124,7 +126,7 @@ class MeshSpec:
             )
         else:
             outer = {n: self.dcn.get(n, 1) for n in AXES}
-            for name in AXES:  # a size of -1 is known only now
+            for name in AXES:  # an axis of -1 could not be checked before
                 self._check_split(name, sizes[name], outer[name])
             by_process = _granule(devices) == "process_index"
             self._check_granules(devices, math.prod(outer.values()))
@@ -135,15 +137,14 @@ class MeshSpec:
                 process_is_granule=by_process,
                 allow_split_physical_axes=True,
             )
-        # axis_types is spelled out because jax's default is Explicit now, which
-        # changes what model code may write.
+        # Auto is explicit here: jax defaults to Explicit, which restricts model code.
         return Mesh(np.asarray(grid), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def _check_split(self, name: str, total: int, slices: int) -> None:
         if not _is_count(slices) or (total != -1 and total % slices):
             raise ValueError(
                 f"mesh axis {name!r} of size {total} cannot be split over {slices!r} "
-                "slices; dcn must be a positive whole number that divides the axis"
+                "slices; dcn must be a positive integer that divides the axis size"
             )
 
     def _check_granules(self, devices: Sequence[Any], wanted: int) -> None:
@@ -152,37 +153,36 @@ class MeshSpec:
         what = "slices" if kind == "slice_index" else "processes"
         if len(counts) != wanted:
             raise ValueError(
-                f"mesh {self} is split over {wanted} {what} by its dcn part, but its "
-                f"{len(devices)} devices are in {len(counts)}. Let the product of dcn "
-                f"be {len(counts)}."
+                f"mesh {self} is split over {wanted} {what} by dcn, but its "
+                f"{len(devices)} devices are in {len(counts)}. The sizes in dcn must "
+                f"multiply to {len(counts)}."
             )
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"mesh {self}: its {what} hold {list(counts.values())} devices, and a "
-                "dcn part needs the same number in each. Leave out the larger ones' "
-                "surplus devices."
+                f"mesh {self}: its {what} have {list(counts.values())} devices, but "
+                "dcn needs the same number in each. Leave out the surplus devices."
             )
 
     def _refuse_unplanned_slices(self, devices: Sequence[Any]) -> None:
-        # Elsewhere than on TPU the order of device ids keeps near devices together.
+        # On other platforms, devices with consecutive ids are close to each other.
         if devices[0].platform != "tpu":
             return
         slices = {getattr(device, "slice_index", 0) for device in devices}
         if len(slices) > 1:
             raise ValueError(
-                f"mesh {self}: its devices are in {len(slices)} slices, and no axis "
-                "says that it crosses them. Give the axis its slice part, for "
-                f"instance data=-1/{len(slices)}, or dcn={{'data': {len(slices)}}}."
+                f"mesh {self}: its devices are in {len(slices)} slices, but no axis is "
+                f"declared to cross them. Write for instance data=-1/{len(slices)}, or "
+                f"dcn={{'data': {len(slices)}}}."
             )
 
     def abstract(self, num_devices: int | None = None) -> AbstractMesh:
-        """The mesh without devices, to plan for machines that are not here."""
+        """Returns the mesh without devices, for instance to resolve a larger one."""
         if num_devices is None:
             given = [getattr(self, n) for n in AXES]
             if -1 in given:
                 raise ValueError(
-                    f"mesh {self} has an axis of size -1, and no number of devices "
-                    "was given to derive it from. Write its size."
+                    f"mesh {self} has an axis of size -1, but num_devices is not "
+                    "given. Set the size, or pass num_devices."
                 )
             num_devices = math.prod(given)
         sizes = self.sizes(num_devices)
@@ -196,8 +196,8 @@ def _is_count(size: Any) -> bool:
 
 
 def _granule(devices: Sequence[Any]) -> str:
-    """Which attribute tells apart what the slower network connects."""
-    # Without slices (GPU, CPU) the slower network is between processes.
+    """Returns the device attribute that identifies a unit of the slower network."""
+    # Without slices (GPU, CPU), the slower network connects processes.
     has_slices = getattr(devices[0], "slice_index", None) is not None
     return "slice_index" if has_slices else "process_index"
 
@@ -208,8 +208,8 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | Sizes) -> dict[str, int]:
         return dict(mesh.shape)
     if isinstance(mesh, MeshSpec):
         raise ValueError(
-            f"mesh {mesh} is a MeshSpec, a mesh on paper. Pass MeshSpec(...).make(), "
-            "or MeshSpec(...).abstract() where there are no devices."
+            f"mesh {mesh} is a MeshSpec, not a mesh. Pass MeshSpec(...).make(), or "
+            "MeshSpec(...).abstract() for a mesh without devices."
         )
     if not isinstance(mesh, Mapping):
         raise ValueError(
@@ -229,5 +229,5 @@ def refuse_explicit(mesh: Mesh | AbstractMesh) -> None:
             "That is the default of jax.make_mesh and jax.sharding.Mesh. A Sharder "
             "constrains arrays and leaves the rest to the compiler, which needs axes "
             "of type Auto: make the mesh with MeshSpec(...).make(), or pass axis_types="
-            f"(jax.sharding.AxisType.Auto,) * {len(types)} where you make it."
+            f"(jax.sharding.AxisType.Auto,) * {len(types)} when you make it."
         )

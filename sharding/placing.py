@@ -1,4 +1,4 @@
-"""Batches of host arrays, put on a mesh that may span several processes."""
+"""Puts batches of host arrays on a mesh, which may span several processes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ from .resolve import Indivisible
 
 
 def rows_first(tree: Any) -> Any:
-    """Returns axes that shard the first dimension of each array as `batch`.
+    """Returns logical axes that name the first dimension of each array `batch`.
 
-    None for a tree that carries names of its own.
+    Returns None for a tree that carries its own names.
     """
     if any(map(is_named, jax.tree.leaves(tree, is_leaf=is_named))):
         return None
@@ -24,35 +24,35 @@ def rows_first(tree: Any) -> Any:
 
 
 def place_global(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Returns the array, sharded. Every process passes all of it."""
+    """Returns the array, sharded. Every process passes the full array."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def place_local(
     name: str, x: np.ndarray, sharding_of: Callable[[tuple[int, ...]], NamedSharding]
 ) -> jax.Array:
-    """Returns the array of which each process passes the rows that its devices hold.
+    """Returns a global array. Each process passes only the rows its devices hold.
 
     Args:
-      sharding_of: the sharding for a global shape.
+      sharding_of: returns the sharding for a global shape.
     """
     if not x.ndim:
         return place_global(x, sharding_of(()))
     shape, sharding = _global_shape(name, x, sharding_of)
     starts = _starts(sharding, shape)
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         start, stop, _ = index[0].indices(shape[0])
         return x[starts[start] : starts[start] + stop - start][:, *index[1:]]
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def _global_shape(
     name: str, x: np.ndarray, sharding_of: Callable[[tuple[int, ...]], NamedSharding]
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Finds in how many parts the processes hold the rows, of which x is one."""
+    """Returns the global shape and sharding that put len(x) rows on this process."""
     refused: Indivisible | None = None
     for num_parts in range(jax.process_count(), 0, -1):
         shape = (len(x) * num_parts, *x.shape[1:])
@@ -66,19 +66,19 @@ def _global_shape(
     if refused is not None:
         raise refused
     raise ValueError(
-        f"{name}: this process passes {len(x)} rows, and there is no global batch of "
-        f"which its devices hold that many. Pass the global batch with local=False."
+        f"{name}: this process passes {len(x)} rows, but its devices hold that many "
+        "rows of no global batch. Pass the global batch with local=False."
     )
 
 
 def _rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The (start, stop) of every block of rows that devices of this process hold."""
+    """Returns the (start, stop) of every block of rows on this process's devices."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return sorted({i[0].indices(shape[0])[:2] for i in indices if i is not None})
 
 
 def _starts(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, int]:
-    """Where each of these blocks begins among the rows of this process."""
+    """Maps the global start of each block to its start in this process's rows."""
     starts, total = {}, 0
     for start, stop in _rows(sharding, shape):
         starts[start] = total

@@ -1,14 +1,15 @@
-"""Plans: named sets of rules that compose with `+`, the later one having its say.
+"""Plans: named sets of rules that compose with `+`; later plans take precedence.
 
     rules = data() + fsdp() + tensor()
 
-`data` comes first: it knows every standard logical name and replicates the weights;
-the plans after it shard more. The standard names (a model may add its own):
+`data` comes first: it has a row for every standard logical axis and replicates the
+weights. Later plans shard more. The standard logical axes (a model may add its own):
 
   batch            examples
-  lookup_batch     examples, while they are looked up in a table or its gradient summed
-  length           positions, where heads or hidden units are sharded (inside a block)
-  residual_length  positions of the residual stream, between the blocks' parts
+  lookup_batch     examples in an embedding lookup and its gradient
+  length           positions inside attention and MLP, where heads or hidden units are
+                   sharded
+  residual_length  positions of the residual stream, between attention and MLP
   layer            the stack of equal blocks
   embed            the width of the residual stream, one side of every weight matrix
   mlp heads kv_heads vocab      the other side
@@ -34,17 +35,16 @@ STANDARD_NAMES: tuple[str, ...] = (
     "position",
 )
 BATCH_AXES = ("replica", "data", "fsdp", "expert")
-# What "auto" stands for: every mesh axis used in the usual way. A trainer may know the
-# devices and add to it.
+# "auto" means STANDARD, which uses every mesh axis in the usual way. A trainer that
+# knows the devices may add to it.
 AUTO, STANDARD = "auto", "data+fsdp+tensor+pipeline"
 WITH_SEQUENCE = "data+fsdp+tensor+sequence+pipeline"
 
 
 def data() -> Rules:
-    """Data parallel: the batch is sharded over every axis that carries data.
+    """Shards the batch over every data-parallel axis and replicates the weights.
 
-    The fsdp and expert axes carry data too; where a mesh leaves them at size 1 they
-    cost nothing.
+    The fsdp and expert axes are data-parallel too.
     """
     replicated = dict.fromkeys(STANDARD_NAMES)
     batch = dict.fromkeys(("batch", "lookup_batch"), BATCH_AXES)
@@ -52,21 +52,22 @@ def data() -> Rules:
 
 
 def fsdp(stage: int = 3) -> Rules:
-    """Shards what is stored for each weight over the fsdp axis (ZeRO).
+    """Shards parameters and optimizer state over the fsdp axis (ZeRO).
 
     Args:
-      stage: 3 shards parameters, gradients and optimizer state, and the step gathers
-        each layer's weights when it comes to it. 1 shards the optimizer state only.
+      stage: 3 shards parameters, gradients and optimizer state; the step gathers the
+        weights of each layer just before it uses them. 1 shards only the optimizer
+        state.
     """
     if stage not in (1, 3):
         raise ValueError(
             f"fsdp stage must be 3 (parameters and optimizer state) or 1 (optimizer "
             f"state only), got {stage}"
         )
-    # Where the fsdp axis shards the width of a table, it shards no examples there.
+    # The fsdp axis shards the width of a looked-up table, so not its examples.
     others = tuple(axis for axis in BATCH_AXES if axis != "fsdp")
     stored = {"embed": "fsdp", "lookup_batch": others}
-    # Stage 1 says "replicated" aloud, so that it wins over an earlier fsdp().
+    # Stage 1 replicates parameters explicitly, to override an earlier fsdp().
     params = stored if stage == 3 else {"embed": None, "lookup_batch": BATCH_AXES}
     return Rules.of(stored, role="optimizer", plan="fsdp") + Rules.of(
         params, role="param", plan="fsdp"
@@ -74,15 +75,16 @@ def fsdp(stage: int = 3) -> Rules:
 
 
 def tensor() -> Rules:
-    """Shards one side of each weight matrix over tensor (columns, then rows)."""
+    """Shards one side of each weight matrix over the tensor axis (Megatron style)."""
     names = ("mlp", "heads", "kv_heads", "vocab")
     return Rules.of(dict.fromkeys(names, "tensor"), plan="tensor")
 
 
 def tensor2d() -> Rules:
-    """Shards both sides of each weight matrix into blocks: embed over fsdp, the other
-    over tensor. Weights are never gathered; the residual stream is sharded by embed,
-    and the batch only over the replica and data axes.
+    """Shards both sides of each weight matrix: embed over fsdp, the other over tensor.
+
+    Weights are never gathered. The residual stream is sharded along embed, and the
+    batch only over the replica and data axes.
     """
     table = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), "tensor")
     batch = dict.fromkeys(("batch", "lookup_batch"), ("replica", "data"))
@@ -90,15 +92,17 @@ def tensor2d() -> Rules:
 
 
 def sequence() -> Rules:
-    """Shards the residual stream by position over the tensor axis, between the parts of
-    a block where tensor() would replicate it.
+    """Shards the positions of the residual stream over the tensor axis.
+
+    This is sequence parallelism: tensor() alone would replicate the residual stream.
     """
     return Rules.of({"residual_length": "tensor"}, plan="sequence")
 
 
 def pipe() -> Rules:
-    """Shards the stack of blocks over the pipe axis, and what is stored of the weights
-    outside it too: there the step gathers them once.
+    """Shards the stack of blocks over the pipe axis.
+
+    Weights outside the stack are stored sharded over it too; a step gathers them once.
     """
     rules = Rules.of({"layer": "pipe"}, plan="pipeline")
     for role in ("param", "optimizer"):
@@ -119,9 +123,9 @@ PLANS: dict[str, Callable[[], Rules]] = {
 
 @functools.lru_cache(maxsize=64)
 def parse_plan(text: str) -> Rules:
-    """Rules from "data+fsdp+tensor", as configs and the command line write them.
+    """Returns the rules of a plan string such as "data+fsdp+tensor".
 
-    "auto" gives the rules of STANDARD.
+    "auto" means STANDARD.
     """
     rules = Rules()
     names = STANDARD if text == AUTO else text

@@ -1,23 +1,24 @@
-"""The resolver: logical axes, rules and a mesh in; how each dimension is sharded, out.
+"""The resolver: decides from logical axes, rules and a mesh how an array is sharded.
 
-Semantics, in full. The dimensions of an array are taken left to right, the candidates
-of a dimension in order. A candidate is taken when all its mesh axes are free on this
-array and together divide the dimension. A candidate that loses keeps its reason:
+The complete semantics: the dimensions of an array are resolved left to right, trying
+the candidates of each in order. The first candidate wins whose mesh axes are all unused
+on this array and together divide the dimension. Every losing candidate is recorded with
+its reason:
 
-  axis-taken    a mesh axis already shards a dimension further left
-  indivisible   the sizes of the mesh axes do not divide the dimension
+  axis-taken    one of its mesh axes already shards a dimension further left
+  indivisible   the sizes of its mesh axes do not divide the dimension
   size-1        all its mesh axes have size 1, so there is nothing to shard
   no-rule       no row names this logical axis (lenient rules only)
   no-axis       it names a mesh axis that the mesh does not have (lenient rules only)
 
-Mesh axes of size 1 are left out of the result, and a standard axis that a mesh does not
-have counts as one of size 1. With strict rules (the default) a name without a row, a
-candidate on a mesh axis that does not exist, and a dimension for which no candidate is
-left because they do not divide it are errors.
+Mesh axes of size 1 are dropped from the result, and a standard axis that the mesh does
+not have counts as size 1. With strict rules (the default), these are errors: a logical
+axis without a row, a candidate with a mesh axis that does not exist, and a dimension
+that stays replicated only because no candidate divides it.
 
-A dimension that fuses several into one says how long each of its units is: "heads*64"
-is a dimension of heads of 64 elements each, looked up as "heads". It is sharded between
-heads, never inside one.
+A fused dimension gives the length of its units: "heads*64" is a dimension of heads with
+64 elements each. It follows the rule for "heads" and is sharded between heads, never
+within one.
 """
 
 import dataclasses
@@ -36,10 +37,11 @@ Axes = tuple[str | None, ...]
 
 
 class NoRule(ValueError):
-    """A logical axis that no rule names.
+    """Raised for a logical axis that no rule names.
 
     Attributes:
-      what: the array; axis: the logical axis.
+      what: the array.
+      axis: the logical axis.
     """
 
     def __init__(self, message: str, *, what: str, axis: str):
@@ -48,11 +50,14 @@ class NoRule(ValueError):
 
 
 class Indivisible(ValueError):
-    """Mesh axes that do not divide a dimension which the rules shard over them.
+    """Raised for a dimension that is not divisible by the mesh axes of its rule.
 
     Attributes:
-      what: the array; axis: the logical axis of its dimension, of that `size`.
-      mesh_axes: with their sizes; together they shard `ways` ways.
+      what: the array.
+      axis: the logical axis of the dimension.
+      size: the size of the dimension, in units.
+      mesh_axes: the mesh axes and their sizes.
+      ways: the product of those sizes.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Indivisible(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """A candidate that was not taken, and why."""
+    """A candidate that lost, and why."""
 
     candidate: Candidate
     reason: str
@@ -84,12 +89,12 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """How one dimension of one array came out."""
+    """How one dimension of one array is sharded."""
 
     name: str | None
     size: int
-    mesh_axes: Candidate = ()  # of size > 1 only
-    plan: str = ""  # the plan whose row won; empty where nothing shards
+    mesh_axes: Candidate = ()  # only those of size > 1
+    plan: str = ""  # the plan whose row won; empty if no candidate did
     lost: tuple[Lost, ...] = ()
 
 
@@ -101,23 +106,23 @@ def split_unit(name: str) -> tuple[str, int]:
         return name, 1
     if not (base and unit.isdecimal() and int(unit) > 0):
         raise ValueError(
-            f"logical axis {name!r}: expected a name, or name*unit for a dimension of "
-            "units of that many elements, for instance 'heads*64'"
+            f"logical axis {name!r}: expected a name, or name*unit for a fused "
+            "dimension, for instance 'heads*64' for heads of 64 elements"
         )
     return base, int(unit)
 
 
 def refuse_unknown_axes(rules: Rules, mesh: Mesh | AbstractMesh | Sizes) -> None:
-    """Raises ValueError for a mesh axis whose name is neither ours nor in a rule."""
+    """Raises ValueError for a mesh axis that is neither standard nor in a rule."""
     known = {*AXES, *rules.mesh_axes}
     for axis, size in mesh_sizes(mesh).items():
         if size > 1 and axis not in known:
             named = ", ".join(rules.mesh_axes) or "no mesh axis"
             raise ValueError(
                 f"mesh axis {axis!r} of size {size}: no rule names it, so it would "
-                f"shard nothing. The rules name {named}. If one of these is meant, "
-                f"rename it: rules.rename_axes({{'tensor': {axis!r}}}). Or add a row "
-                f"of your own, for instance Rules.of({{'mlp': {axis!r}}})."
+                f"shard nothing. The rules name {named}. If it is one of these, rename "
+                f"it: rules.rename_axes({{'tensor': {axis!r}}}). Otherwise add a row, "
+                f"for instance Rules.of({{'mlp': {axis!r}}})."
             )
 
 
@@ -130,16 +135,16 @@ def resolve_dimensions(
     name: str,
     role: Role = "param",
 ) -> tuple[Dimension, ...]:
-    """Resolves one array. `name` is used in errors only."""
+    """Resolves one array. `name` is used only in errors."""
     check_role(role)
     if len(axes) != len(shape):
         raise ValueError(
             f"{name}: logical axes {axes} name {len(axes)} dimensions, but its shape "
-            f"{tuple(shape)} has {len(shape)}. Name each dimension; None is never "
-            "sharded."
+            f"{tuple(shape)} has {len(shape)}. Name each dimension; use None for one "
+            "that is never sharded."
         )
     sizes = mesh_sizes(mesh)
-    taken: dict[str, str] = {}
+    used: dict[str, str] = {}  # mesh axis to the logical axis it shards
     result = []
     for logical, size in zip(axes, shape, strict=True):
         if logical is None:
@@ -149,7 +154,7 @@ def resolve_dimensions(
         if size % unit:
             raise ValueError(
                 f"{name}: dimension {logical!r} of size {size} is not a multiple of "
-                f"its unit {unit}. Correct the unit."
+                f"its unit {unit}. Fix the unit."
             )
         row = rules.find(base, role)
         if row is None:
@@ -164,10 +169,10 @@ def resolve_dimensions(
                 )
             result.append(Dimension(logical, size, lost=(Lost((), "no-rule"),)))
             continue
-        dimension = _one_dimension(logical, row, size, sizes, taken, name, rules.strict)
+        dimension = _one_dimension(logical, row, size, sizes, used, name, rules.strict)
         if rules.strict and not dimension.mesh_axes:
             _refuse_indivisible(dimension, row, sizes, name)
-        taken |= {axis: logical for axis in dimension.mesh_axes}
+        used |= {axis: logical for axis in dimension.mesh_axes}
         result.append(dimension)
     return tuple(result)
 
@@ -177,7 +182,7 @@ def _one_dimension(
     row: Row,
     size: int,
     sizes: Sizes,
-    taken: dict[str, str],
+    used: dict[str, str],
     name: str,
     strict: bool,
 ) -> Dimension:
@@ -199,8 +204,8 @@ def _one_dimension(
         ways = math.prod(sizes[axis] for axis in real)
         if not real:
             lost.append(Lost(candidate, "size-1"))
-        elif clash := [axis for axis in real if axis in taken]:
-            detail = f"{clash[0]} shards {taken[clash[0]]!r}"
+        elif clash := [axis for axis in real if axis in used]:
+            detail = f"{clash[0]} shards {used[clash[0]]!r}"
             lost.append(Lost(candidate, "axis-taken", detail))
         elif size // unit % ways:
             what = f"{size // unit} {base} of {unit}" if unit > 1 else f"{size}"
@@ -213,9 +218,9 @@ def _one_dimension(
 def _refuse_indivisible(
     dimension: Dimension, row: Row, sizes: Sizes, name: str
 ) -> None:
-    """A dimension replicated only because nothing divides it is an error.
+    """Raises Indivisible for a dimension replicated only because nothing divides it.
 
-    A row with None among its candidates states that this is acceptable, and passes.
+    A row that lists None as a candidate allows replication.
     """
     bad = [lost for lost in dimension.lost if lost.reason == "indivisible"]
     if not bad or () in row.candidates:
@@ -223,9 +228,9 @@ def _refuse_indivisible(
     axes = tuple(a for a in bad[0].candidate if sizes.get(a, 1) > 1)
     ways = math.prod(sizes[axis] for axis in axes)
     over = ",".join(f"{axis}={sizes[axis]}" for axis in axes)
-    found = f"{name}: dimension {dimension.name!r} of size {dimension.size}"
+    what = f"{name}: dimension {dimension.name!r} of size {dimension.size}"
     base, unit = split_unit(dimension.name or "")
-    facts: dict[str, Any] = {
+    details: dict[str, Any] = {
         "what": name,
         "axis": base,
         "size": dimension.size // unit,
@@ -233,23 +238,23 @@ def _refuse_indivisible(
     }
     if unit > 1:
         raise Indivisible(
-            f"{found} is {dimension.size // unit} {base} of {unit} each, which cannot "
+            f"{what} is {dimension.size // unit} {base} of {unit} each, which cannot "
             f"be sharded {ways} ways ({over}, plan {row.plan}) without splitting one. "
             f"Use a mesh axis size that divides {dimension.size // unit}, or let the "
             "rule end in None to replicate it.",
-            **facts,
+            **details,
         )
     padded = math.ceil(dimension.size / ways) * ways
     raise Indivisible(
-        f"{found} cannot be sharded {ways} ways ({over}, plan {row.plan}). Pad it to "
+        f"{what} cannot be sharded {ways} ways ({over}, plan {row.plan}). Pad it to "
         f"{padded}, use a mesh axis size that divides {dimension.size}, or let the "
         "rule end in None to replicate it.",
-        **facts,
+        **details,
     )
 
 
 def spec_of(dimensions: Sequence[Dimension]) -> P:
-    """The PartitionSpec of resolved dimensions."""
+    """Returns the PartitionSpec of resolved dimensions."""
     return P(
         *(
             d.mesh_axes[0] if len(d.mesh_axes) == 1 else d.mesh_axes or None

@@ -1,17 +1,16 @@
 """Rules: which mesh axes may shard which logical axis, for parameters and activations.
 
-A row of the table says: for this logical name, in this role, try these candidates in
-this order. A candidate is a tuple of mesh axes; the empty tuple is "replicate".
-Roles:
+A row of the table lists the candidates to try, in order, for one logical axis in one
+role. A candidate is a tuple of mesh axes; the empty tuple means "replicate". Roles:
 
   param       the parameter as it is stored between steps
   compute     the parameter or activation as the model computes with it
   optimizer   what the optimizer keeps for the parameter, and its gradient
 
-A row without a role holds for all three. `a + b` is a table in which a row of b
-replaces the rows of a for the same name and role; what was replaced is kept, and
-`lint` tells of it. A row of b that shards `also` keeps what a says: it tries each
-candidate of a with its own mesh axes behind, then without.
+A row without a role applies to all three. In `a + b`, a row of b replaces the rows of a
+for the same name and role; replaced rows are recorded for `lint`. A row of b with
+`also` extends the row of a instead: it tries each candidate of a with its own mesh axes
+appended, then without them.
 """
 
 import dataclasses
@@ -23,13 +22,13 @@ Role = Literal["param", "compute", "optimizer"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 Candidate = tuple[str, ...]
-# What a person may write for the candidates of a name: None, "tensor",
-# ("data", "fsdp") for one candidate, or a list of candidates.
+# How users write the candidates of a logical axis: None, "tensor", ("data", "fsdp") for
+# one candidate of two mesh axes, or a list of candidates.
 CandidatesLike = None | str | tuple[str, ...] | list[Any]
 
 
 def check_role(role: Any, whose: str = "") -> None:
-    """Raises ValueError for a role that does not exist, and suggests the right one."""
+    """Raises ValueError for an unknown role, with a suggestion."""
     if role in ROLES:
         return
     close = difflib.get_close_matches(str(role), ROLES, n=1)
@@ -41,7 +40,7 @@ def check_role(role: Any, whose: str = "") -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table. `plan` says where it came from."""
+    """One row of the table. `plan` is the plan it came from."""
 
     name: str
     candidates: tuple[Candidate, ...]
@@ -65,9 +64,9 @@ class Rules:
     """An ordered table of rows. Build it from plans, or from a mapping with `of`.
 
     Attributes:
-      replaced: (row that lost its place, the row that took it), for `lint`.
-      strict: whether a dimension that the rules cannot shard is an error. Everything
-        that uses the table agrees: `resolve`, `Sharder` and the helpers.
+      replaced: pairs of a replaced row and its replacement, for `lint`.
+      strict: whether a dimension that the rules cannot shard is an error, in `resolve`
+        and in `Sharder`.
     """
 
     rows: tuple[Row, ...] = ()
@@ -93,21 +92,22 @@ class Rules:
         plan: str = "rules",
         also: bool = False,
     ) -> "Rules":
-        """Rules from {"mlp": "tensor", "batch": ("data", "fsdp"), "embed": None}.
+        """Returns rules from a mapping such as {"mlp": "tensor", "embed": None}.
 
-        A list is several candidates in order: {"heads": ["tensor", None]} leaves
-        heads replicated where tensor does not divide them.
+        A list gives several candidates in order: {"heads": ["tensor", None]} replicates
+        heads if tensor does not divide them. A tuple is one candidate of several mesh
+        axes: {"batch": ("data", "fsdp")}.
 
         Args:
-          also: shard over these mesh axes beside those of the table it is added to; one
-            role and one candidate for each name.
+          also: shard over these mesh axes in addition to those of the table this one is
+            added to. Requires a role, and one candidate for each name.
         """
         if role is not None:
             check_role(role, f" of plan {plan!r}")
         if also and (role is None or any(isinstance(v, list) for v in table.values())):
             raise ValueError(
-                f"plan {plan!r}: rows that shard also over more mesh axes need one "
-                f"role and one candidate each, got role {role} and {dict(table)}"
+                f"plan {plan!r}: also=True needs a role and one candidate for each "
+                f"name, got role {role} and {dict(table)}"
             )
         return cls(
             tuple(
@@ -130,7 +130,7 @@ class Rules:
         return Rules((*kept, *other.rows), tuple(replaced), strict)
 
     def _joined(self, row: Row) -> Row:
-        """A row that shards also, put together with what this table says."""
+        """Returns a row with `also`, merged into this table's row for the same name."""
         assert row.role is not None
         base = self.find(row.name, row.role)
         if base is None:
@@ -141,7 +141,7 @@ class Rules:
         return Row(row.name, tuple(candidates), row.role, plan)
 
     def find(self, name: str, role: Role) -> Row | None:
-        """The row for a name in a role: one for this role before one for all."""
+        """Returns the row for a name and role; a row for the role takes precedence."""
         general = None
         for row in self.rows:
             if row.name == name and row.role == role:
@@ -157,17 +157,17 @@ class Rules:
     def lenient(self) -> "Rules":
         """Returns the table with `strict` off.
 
-        What cannot be sharded is then replicated instead of refused: a dimension that
-        its mesh axes do not divide, a name without a row, a mesh axis that is not
-        there. The resolved table keeps the reason of each.
+        It replicates what it cannot shard instead of raising: a dimension that its mesh
+        axes do not divide, a name without a row, a row with an unknown mesh axis. The
+        resolved layout records the reason.
         """
         return dataclasses.replace(self, strict=False)
 
     def rename_axes(self, names: Mapping[str, str]) -> "Rules":
-        """Returns the table with other names for mesh axes, for a mesh that is given.
+        """Returns the table with mesh axes renamed to those of an existing mesh.
 
         `rules.rename_axes({"tensor": "model"})` fits a mesh with an axis `model`.
-        Several axes may become one: {"fsdp": "data"} shards parameters over the axis
+        Several axes may map to one: {"fsdp": "data"} shards parameters over the axis
         of the batch.
         """
         if unknown := [name for name in names if name not in self.mesh_axes]:
@@ -205,7 +205,7 @@ def _replaces(new: Row, old: Row) -> bool:
 
 
 def _keeps(new: Row, old: Row) -> bool:
-    """Whether every candidate of the old row is still tried."""
+    """Returns whether the new row still tries every candidate of the old one."""
     return set(old.candidates) <= set(new.candidates)
 
 
@@ -217,8 +217,8 @@ def _candidates(name: str, value: CandidatesLike) -> tuple[Candidate, ...]:
             isinstance(axis, str) for axis in candidate
         ):
             raise ValueError(
-                f"rule for {name!r}: a candidate is a mesh axis, a tuple of mesh axes, "
-                f"or None, got {one!r}. Write several candidates as a list."
+                f"rule for {name!r}: a candidate must be a mesh axis, a tuple of mesh "
+                f"axes, or None, got {one!r}. Write several candidates as a list."
             )
         if len(set(candidate)) < len(candidate):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Sharding constraints inside jit, with mesh and rules bound once and passed along."""
+"""Sharding constraints inside jit, from an object that binds a mesh and rules."""
 
 import dataclasses
 import math
@@ -24,15 +24,14 @@ from .tree import named_leaves, resolve
 
 @dataclasses.dataclass(frozen=True)
 class Sharder:
-    """Mesh and rules, bound. `shard(x, ("batch", "length", "embed"))` constrains x.
+    """A mesh and rules. `shard(x, ("batch", "length", "embed"))` constrains x.
 
-    A model takes one as an argument and never names a mesh axis. `Sharder()` has no
-    mesh and constrains nothing: for one device, or to use a model without any of this.
-    Inside a shard_map, give it `jax.sharding.get_abstract_mesh()`: the axes that are
-    manual there are no longer its business.
+    A model takes a Sharder as an argument and never names a mesh axis. `Sharder()` has
+    no mesh and constrains nothing, for use on one device. Inside a shard_map, pass
+    `jax.sharding.get_abstract_mesh()` as the mesh: manual axes are then left alone.
 
-    The mesh may be anybody's whose axes are of type Auto. A standard axis that it does
-    not have counts as one of size 1; an axis of another name must be in a rule.
+    Any mesh with axes of type Auto works. A standard axis that it does not have counts
+    as size 1; an axis of any other name must occur in a rule.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -47,7 +46,7 @@ class Sharder:
         if self.mesh is None:
             return
         if not isinstance(self.mesh, Mesh | AbstractMesh):
-            mesh_sizes(self.mesh)  # says what to do with a MeshSpec
+            mesh_sizes(self.mesh)  # raises with the remedy for a MeshSpec
             raise ValueError(f"Sharder: expected a jax Mesh, got {self.mesh!r}")
         refuse_explicit(self.mesh)
         refuse_unknown_axes(self.rules, self._sizes)
@@ -63,7 +62,7 @@ class Sharder:
         """Constrains an activation (or, in another role, a gradient) to the rules.
 
         Args:
-          name: what to call the array in errors; by default they name your line.
+          name: the array's name in errors. By default, errors name the calling line.
         """
         check_role(role)
         if self.is_single:
@@ -76,14 +75,14 @@ class Sharder:
     def weight(
         self, w: jax.Array, axes: Axes, dtype: Any = None, *, name: str | None = None
     ) -> jax.Array:
-        """Returns a stored parameter, made ready to compute with.
+        """Returns a stored parameter, cast and gathered for computation.
 
-        It is cast first, so that what travels is the smaller type, and gathered from
-        its `param` layout to its `compute` layout; its gradient goes straight to the
-        `optimizer` layout, so it is scattered, never gathered where that is sharded.
+        The cast comes first, so that the smaller type travels. The parameter moves from
+        its `param` layout to its `compute` layout. Its gradient goes directly to the
+        `optimizer` layout: where that is sharded, it is reduce-scattered.
 
         Args:
-          name: what to call the array in errors; by default they name your line.
+          name: the array's name in errors. By default, errors name the calling line.
         """
         if dtype is not None:
             w = w.astype(dtype)
@@ -97,13 +96,13 @@ class Sharder:
         return _move(stored, compute, gradient, w)
 
     def weights(self, params: Any, axes: Any = None, dtype: Any = None) -> Any:
-        """Returns a tree of stored parameters, each made ready as `weight` does.
+        """Returns a tree of stored parameters, each cast and gathered by `weight`.
 
-        All of them are ready at once, which takes the memory of all. For a stack of
-        layers call it in the scan's body, with the parameters of one layer.
+        All of them are gathered at once and take the memory for it. For a stack of
+        layers, call this in the body of the scan with the parameters of one layer.
 
         Args:
-          axes: as in `resolve`. Left out for trees that carry their names.
+          axes: as in `resolve`. Leave it out for trees that carry their names.
           dtype: the type of floating-point weights; others keep their own.
         """
 
@@ -114,7 +113,7 @@ class Sharder:
         return _map(one, params, axes)
 
     def constrain(self, tree: Any, axes: Any = None, *, role: Role = "compute") -> Any:
-        """Returns a tree (of activations, gradients) with every array constrained."""
+        """Returns a tree, of gradients for instance, with every array constrained."""
         check_role(role)
 
         def one(path: str, x: Any, axes: Axes) -> Any:
@@ -127,14 +126,14 @@ class Sharder:
 
         Args:
           tree: arrays or their shapes.
-          axes: as in `resolve`. Left out for trees that carry their names, and for a
-            batch: then the first dimension of every array is `batch`, and no other is
+          axes: as in `resolve`. Leave it out for trees that carry their names, and for
+            a batch: the first dimension of every array is then `batch`, and no other is
             sharded.
         """
         if not isinstance(self.mesh, Mesh):
             raise ValueError(
-                "shardings need a mesh with devices, and this Sharder has "
-                f"{self.mesh}. Make it with MeshSpec(...).make()."
+                "shardings need a mesh with devices, but this Sharder has "
+                f"{self.mesh}. Make the mesh with MeshSpec(...).make()."
             )
         axes = rows_first(tree) if axes is None else axes
         return resolve(tree, self.rules, self.mesh, axes=axes, role=role).shardings(
@@ -144,13 +143,13 @@ class Sharder:
     def place(self, batch: Any, axes: Any = None, *, local: bool = False) -> Any:
         """Returns a batch of host arrays as jax arrays, sharded over the mesh.
 
-        Every process must call this, with the same global batch: each device gets its
-        part of it and no other.
+        Every process must call this with the same global batch. Each device receives
+        only its own shard.
 
         Args:
           axes: as in `shardings`.
-          local: whether the arrays are this process's rows only, not the global batch.
-            Processes that hold the same part of the batch must pass the same rows.
+          local: whether the arrays are only this process's rows, not the global batch.
+            Processes that hold the same rows of the batch must pass the same rows.
         """
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
@@ -169,14 +168,14 @@ class Sharder:
         return _map(one, batch, rows_first(batch) if axes is None else axes)
 
     def spec(self, shape: tuple[int, ...], axes: Axes) -> P:
-        """Returns how the rules shard an activation of this shape."""
+        """Returns the PartitionSpec of an activation of this shape."""
         if self.is_single:
             return P()
         what = _what("activation", axes, None)
         return self._sharding(shape, axes, "compute", what).spec
 
-    def part(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        """The shape of one device's part of an activation."""
+    def shard_shape(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """Returns the shape of one device's shard of an activation."""
         if self.is_single:
             return shape
         what = _what("activation", axes, None)
@@ -188,26 +187,26 @@ class Sharder:
     def local(
         self, f: Callable[..., jax.Array], in_specs: tuple[P, ...], out_specs: P
     ) -> Callable[..., jax.Array]:
-        """Returns f on each device's part of such arrays; it must not communicate.
+        """Returns f applied to each device's local shards. f must not communicate.
 
-        For kernels that the compiler cannot shard by itself.
+        For kernels that the compiler cannot shard.
         """
         return f if self.mesh is None else local(f, self.mesh, in_specs, out_specs)
 
     @property
     def platform(self) -> str:
-        """Of the mesh's devices, which need not be here; else of jax's own."""
+        """The platform of the mesh's devices, or jax's default backend without any."""
         device = self.mesh and self.mesh.abstract_mesh.abstract_device
         return device.platform if device else jax.default_backend()
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one device only, so that nothing is ever sharded."""
+        """Whether no mesh axis is larger than 1, so nothing is ever sharded."""
         return all(size == 1 for size in self._sizes.values())
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """Of the axes that may shard; manual ones have done so already."""
+        """The size of each mesh axis, with manual axes as size 1."""
         if self.mesh is None:
             return {}
         manual = self.mesh.manual_axes
@@ -229,7 +228,7 @@ class Sharder:
 
 
 def _map(f: Callable[[str, Any, Axes], Any], tree: Any, axes: Any) -> Any:
-    """f(path, array, axes) on every array of a tree; other leaves as they are."""
+    """Applies f(path, array, axes) to every array of a tree, keeping other leaves."""
     flat, treedef = named_leaves(tree, axes)
     return jax.tree.unflatten(
         treedef,
@@ -241,7 +240,7 @@ def _map(f: Callable[[str, Any, Axes], Any], tree: Any, axes: Any) -> Any:
 
 
 def _what(kind: str, axes: Axes, name: str | None) -> str:
-    """Which array an error is about: its path, or else the line that constrains it."""
+    """Describes an array for errors: its name, or the line that constrains it."""
     names = f"[{', '.join(map(str, axes))}]"
     if name is not None:
         return f"{kind} {name} {names}"
@@ -263,7 +262,7 @@ def _move(stored, compute, gradient, w):
 
     def backward(_, g):
         g = jax.lax.with_sharding_constraint(g, gradient)
-        # Sums are scattered here, not where the update needs its part of them.
+        # Forces the reduce-scatter here, instead of an all-reduce that is sliced later.
         return (jax.lax.optimization_barrier(g),)
 
     move.defvjp(forward, backward)

@@ -1,4 +1,4 @@
-"""Numbers and columns as plain text."""
+"""Formats numbers, byte sizes, times and tables as plain text."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -7,7 +7,7 @@ SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Formats a number of bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -76,7 +76,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Rows as text in columns, some of them (by number) pushed to the right."""
+    """Returns rows as aligned columns; `right` lists the right-aligned ones."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""A resolved tree: what every array of a tree became, to print, compare and use."""
+"""The resolved layout of a tree: how each array is sharded, to print, compare, use."""
 
 import dataclasses
 import json
@@ -26,14 +26,14 @@ from .text import human_bytes as human_bytes
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedArray:
-    """One array: its shape and names, and how each dimension came out."""
+    """One array: its shape, its logical axes, and how each dimension is sharded."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     dimensions: tuple[Dimension, ...]
-    ways: int  # over how many devices one copy is spread
+    ways: int  # number of distinct shards
 
     @property
     def spec(self) -> P:
@@ -53,7 +53,7 @@ class ResolvedArray:
 
     @property
     def why(self) -> str:
-        """Which plan shards which dimension, and which candidates lost, in words."""
+        """Which plan shards each dimension, and which candidates lost, as text."""
         parts = []
         for d in self.dimensions:
             won = f"over {'+'.join(d.mesh_axes)}" if d.mesh_axes else "replicated"
@@ -85,7 +85,7 @@ class Resolved:
     """Every array of a tree, resolved for one mesh and one role.
 
     Attributes:
-      treedef: the form of the tree, with `None` for each leaf that is not an array.
+      treedef: the tree structure, with `None` for each leaf that is not an array.
     """
 
     arrays: tuple[ResolvedArray, ...]
@@ -103,25 +103,25 @@ class Resolved:
 
     @property
     def used(self) -> set[tuple[str, Role]]:
-        """(name, role) of every row that was asked for; see `rules.lint`."""
+        """The (name, role) of every lookup, for `lint`."""
         names = {n for a in self.arrays for n in a.axes if n is not None}
         return {(split_unit(name)[0], self.role) for name in names}
 
     def replicated(self) -> list[ResolvedArray]:
-        """Arrays replicated on every device, largest first; empty on one device."""
+        """Returns the fully replicated arrays, largest first; none on one device."""
         if math.prod(self.mesh.values()) == 1:
             return []
-        found = [a for a in self.arrays if a.ways == 1]
-        return sorted(found, key=lambda a: -a.bytes)
+        arrays = [a for a in self.arrays if a.ways == 1]
+        return sorted(arrays, key=lambda a: -a.bytes)
 
     def specs(self) -> Any:
         return jax.tree.unflatten(self.treedef, [a.spec for a in self.arrays])
 
     def shardings(self, mesh: Mesh) -> Any:
-        """NamedShardings in the shape of the tree."""
+        """Returns NamedShardings with the structure of the tree."""
         if mesh_sizes(mesh) != self.mesh:
             raise ValueError(
-                f"resolved for mesh {self.mesh}, but shardings were asked for mesh "
+                f"resolved for mesh {self.mesh}, but shardings were requested for mesh "
                 f"{mesh_sizes(mesh)}. Resolve again for that mesh."
             )
         return jax.tree.unflatten(
@@ -152,7 +152,7 @@ class Resolved:
                 a.path,
                 _size(a),
                 ",".join(str(n or "-") for n in a.axes),
-                _cuts(a),
+                _spec_text(a),
                 human_bytes(a.bytes_per_device),
                 a.why,
             )
@@ -161,16 +161,16 @@ class Resolved:
         return align([head, *rows])
 
     def summary(self, largest: int = 5) -> str:
-        """Totals, and the largest arrays that are replicated."""
+        """Returns totals and the largest replicated arrays, as text."""
         totals = self.to_json()["totals"]
         what = "parameters" if self.role == "param" else "elements"
         replicated = self.replicated()
-        kept = f"{human_bytes(totals['replicated_bytes'])} in {len(replicated)} arrays"
+        total = f"{human_bytes(totals['replicated_bytes'])} in {len(replicated)} arrays"
         rows = [
             (what, f"{totals['elements']:,} in {totals['arrays']} arrays"),
             ("bytes", human_bytes(self.bytes)),
             ("bytes per device", human_bytes(self.bytes_per_device)),
-            ("replicated", kept if replicated else "nothing"),
+            ("replicated", total if replicated else "nothing"),
         ]
         rows += [
             (f"  {a.path}", f"{_size(a)}  {human_bytes(a.bytes)}  {a.why}")
@@ -185,7 +185,7 @@ def _size(array: ResolvedArray) -> str:
     return "x".join(map(str, array.shape)) or "scalar"
 
 
-def _cuts(array: ResolvedArray) -> str:
+def _spec_text(array: ResolvedArray) -> str:
     return f"({', '.join('+'.join(d.mesh_axes) or '-' for d in array.dimensions)})"
 
 
@@ -197,26 +197,26 @@ def resolve(
     axes: Any = None,
     role: Role = "param",
 ) -> Resolved:
-    """Resolves a tree of arrays, ShapeDtypeStructs, NNX variables or Linen's boxes.
+    """Resolves a tree of arrays, ShapeDtypeStructs, NNX variables or Linen boxes.
 
-    A leaf that is not an array and has the axes None (see `axes_from_paths`) is passed
-    over: its spec and its sharding are None.
+    A leaf that is not an array must have the axes None (see `axes_from_paths`). Its
+    spec and sharding are None.
 
     Args:
-      mesh: any jax mesh, or its sizes. A standard axis that it does not have counts as
-        one of size 1; an axis of another name must be in a rule.
-      axes: a tree of the same form with a tuple of logical names for each array; left
-        out for trees that carry their names. See `axes_from_paths` for trees that have
-        none.
+      mesh: any jax mesh, or its axis sizes. A standard axis that it does not have
+        counts as size 1; an axis of any other name must occur in a rule.
+      axes: a tree of the same structure with a tuple of logical axes for each array.
+        Leave it out for trees that carry their names. For trees without names, see
+        `axes_from_paths`.
     """
     check_role(role)
     refuse_unknown_axes(rules, mesh)
     sizes = mesh_sizes(mesh)
-    arrays, places = [], []
+    arrays, indices = [], []
     flat, treedef = named_leaves(tree, axes)
     for name, leaf, names in flat:
         if names is None:
-            places.append(None)
+            indices.append(None)
             continue
         array = unwrap(leaf)
         dimensions = resolve_dimensions(
@@ -229,14 +229,14 @@ def resolve(
                 name, tuple(array.shape), dtype.name, dtype.itemsize, dimensions, ways
             )
         )
-        places.append(len(arrays) - 1)
-    if len(arrays) < len(places):  # results unflatten by arrays alone
-        treedef = jax.tree.structure(jax.tree.unflatten(treedef, places))
+        indices.append(len(arrays) - 1)
+    if len(arrays) < len(indices):  # drop the leaves that are not arrays
+        treedef = jax.tree.structure(jax.tree.unflatten(treedef, indices))
     return Resolved(tuple(arrays), treedef, sizes, role)
 
 
 def named_leaves(tree: Any, axes: Any = None) -> tuple[list[tuple], Any]:
-    """Returns (path, leaf, logical axes) of every leaf, and the form of the tree.
+    """Returns (path, leaf, logical axes) of every leaf, and the tree structure.
 
     The axes of a leaf that is not an array are None.
     """
@@ -247,8 +247,8 @@ def named_leaves(tree: Any, axes: Any = None) -> tuple[list[tuple], Any]:
         flat_axes = treedef.flatten_up_to(axes)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            "the tree of logical axes does not have the form of the tree of arrays: "
-            f"{error}"
+            "the tree of logical axes does not have the structure of the tree of "
+            f"arrays: {error}"
         ) from None
     flat = []
     for (path, leaf), names in zip(leaves, flat_axes, strict=True):
@@ -256,7 +256,7 @@ def named_leaves(tree: Any, axes: Any = None) -> tuple[list[tuple], Any]:
         if not is_array(leaf) and names is not None:
             raise ValueError(
                 f"{name}: expected an array or a ShapeDtypeStruct, got {leaf!r}. "
-                "Filter out what is not an array, or give it the axes None."
+                "Filter out leaves that are not arrays, or give them the axes None."
             )
         if is_array(leaf) and not isinstance(names, tuple):
             raise ValueError(
@@ -267,7 +267,7 @@ def named_leaves(tree: Any, axes: Any = None) -> tuple[list[tuple], Any]:
 
 
 def diff(a: Resolved, b: Resolved) -> list[str]:
-    """Lines that say which arrays are sharded differently, or are in one only."""
+    """Returns one line for each array sharded differently, or present in only one."""
     left, right = ({x.path: x for x in r.arrays} for r in (a, b))
     lines = []
     for path in dict.fromkeys([*left, *right]):
@@ -276,7 +276,7 @@ def diff(a: Resolved, b: Resolved) -> list[str]:
             lines.append(f"{'+' if old is None else '-'} {path}")
         elif (old.spec, old.shape, old.ways) != (new.spec, new.shape, new.ways):
             lines.append(
-                f"~ {path}: {_cuts(old)} {human_bytes(old.bytes_per_device)} -> "
-                f"{_cuts(new)} {human_bytes(new.bytes_per_device)}"
+                f"~ {path}: {_spec_text(old)} {human_bytes(old.bytes_per_device)} -> "
+                f"{_spec_text(new)} {human_bytes(new.bytes_per_device)}"
             )
     return lines

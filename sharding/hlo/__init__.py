@@ -1,4 +1,4 @@
-"""Reads compiled programs: optimized HLO text, its collectives, loops and work."""
+"""Reads compiled programs: collectives, loops, FLOPs and bytes from optimized HLO."""
 
 from .loops import executions as executions
 from .program import Groups as Groups

@@ -1,4 +1,4 @@
-"""Finds the collectives of an HLO module: what each moves, and among which devices."""
+"""Finds the collectives of an HLO module, their payloads and device groups."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# Without use_global_device_ids these take partition ids, the others replica ids.
+# Without use_global_device_ids, these use partition ids and the others replica ids.
 _BY_PARTITION = {
     "all-to-all",
     "ragged-all-to-all",
@@ -30,10 +30,12 @@ _BY_PARTITION = {
 _OPCODES = {kind + suffix: kind for kind in KINDS for suffix in ("", "-start")}
 
 
-class Found(NamedTuple):
-    """A collective instruction; `payload` is what one run moves on one device.
+class CollectiveOp(NamedTuple):
+    """A collective instruction.
 
-    `groups` are flat device positions; of a permute, pairs of source and target.
+    Attributes:
+      groups: groups of flat device positions; for a permute, (source, target) pairs.
+      payload: the arrays that one run moves on one device.
     """
 
     name: str
@@ -45,36 +47,38 @@ class Found(NamedTuple):
     op_name: str
 
 
-def find(module: Module) -> Iterator[Found]:
-    """Yields every collective, an asynchronous one once."""
+def find(module: Module) -> Iterator[CollectiveOp]:
+    """Yields every collective; an asynchronous one is yielded once."""
     callers = _callers(module)
     for computation, instruction in _instructions(module):
         kind = _OPCODES[instruction.opcode]
         groups = _groups(module, instruction, kind)
         width = max(map(len, groups), default=1)
         payload = _payload(computation, instruction, kind, width)
-        # What XLA for TPU makes of an all-reduce whose result is cut up at once.
+        # XLA for TPU writes a reduce-scatter as an all-reduce that is then sliced.
         if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         origin = _origin(module, instruction, callers.get(computation.name))
-        yield Found(instruction.name, kind, computation.name, groups, payload, *origin)
+        yield CollectiveOp(
+            instruction.name, kind, computation.name, groups, payload, *origin
+        )
 
 
 def mesh_axes(
-    found: Found, names: tuple[str, ...], sizes: tuple[int, ...]
+    op: CollectiveOp, names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> tuple[str, ...]:
-    """Returns the axes along which groups vary, () where nothing moves."""
-    return _axes(names, sizes, found.groups, found.kind == "collective-permute")
+    """Returns the mesh axes along which groups vary, () if nothing moves."""
+    return _axes(names, sizes, op.groups, op.kind == "collective-permute")
 
 
 def _instructions(module: Module) -> Iterator[tuple[Computation, Instruction]]:
-    """Yields every collective once: of an asynchronous one, the start alone."""
+    """Yields every collective once; for an asynchronous one, only the start."""
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode not in _OPCODES:
                 continue
-            # XLA for TPU repeats a collective that it runs beside other work in every
-            # fusion of that work; one of them starts it.
+            # XLA for TPU repeats an overlapped collective in every fusion it overlaps
+            # with. Only one of these fusions starts it.
             if "async_collective_fusion_config" in instruction.rest and not any(
                 "AsyncCollectiveStart" in other.rest
                 for other in computation.instructions.values()
@@ -95,7 +99,7 @@ def _callers(module: Module) -> dict[str, Instruction]:
 
 
 def _groups(module: Module, instruction: Instruction, kind: str) -> program.Groups:
-    """Returns groups, or (source, target) pairs, of flat device positions."""
+    """Returns groups of flat device positions; for a permute, (source, target)."""
     replicas, partitions = module.replica_count, module.num_partitions
     if "use_global_device_ids=true" in instruction.rest:
         return program.replica_groups(instruction, replicas * partitions)
@@ -154,7 +158,7 @@ def _payload(
 ) -> list[Array]:
     operands = computation.operand_arrays(instruction)
     if kind == "ragged-all-to-all":
-        # The others are the result's buffer, offsets and sizes.
+        # The other operands are the output buffer, offsets and sizes.
         operands = operands[:1]
     arrays = [array for operand in operands for array in operand]
     if kind != "all-gather":
@@ -172,7 +176,7 @@ def _payload(
 def _origin(
     module: Module, instruction: Instruction, caller: Instruction | None
 ) -> tuple[str, str]:
-    """Returns source and op_name, those of the wrapping instruction if need be."""
+    """Returns source and op_name; falls back to those of the calling instruction."""
     own = module.source(instruction), instruction.op_name()
     if own != ("", "") or caller is None:
         return own

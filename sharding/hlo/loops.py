@@ -1,7 +1,7 @@
-"""How often each computation of an HLO module runs, loops multiplied by trip counts.
+"""Counts how often each computation of an HLO module runs, from loop trip counts.
 
-Not every compiler writes trip counts down (XLA for CPU does, for TPU it does not), so
-they are derived from the start, the step and the bound of the loop's counter.
+XLA for CPU annotates trip counts, XLA for TPU does not. Missing ones are derived from
+the start, step and bound of the loop counter.
 """
 
 import functools
@@ -20,7 +20,7 @@ _CALL_KEYS = {
     "async-start": ("calls",),
     "custom-call": ("called_computations",),
 }
-# They hand on a scalar's value. A copy may be split in two, on its way to a memory.
+# Opcodes that pass a scalar through. A copy to another memory may be split in two.
 _SAME_VALUE = {
     "bitcast",
     "broadcast",
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A computation and who runs it: the meaning of its parameters."""
+    """A computation and its caller, which determines the values of its parameters."""
 
     computation: Computation
     caller: Instruction | None = None
@@ -50,7 +50,11 @@ class Frame(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An integer scalar: offset, plus what a loop carries in slot `carried` if any."""
+    """An integer scalar: `offset`, plus the loop-carried value `carried` if any.
+
+    Attributes:
+      carried: the name of a loop, and an index into the tuple it carries.
+    """
 
     carried: tuple[str, int] | None
     offset: int
@@ -59,13 +63,16 @@ class Value(NamedTuple):
 def executions(
     module: Module, count_unknown_loops_as: int | None = None
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Returns the number of runs of each computation, and those that nobody can tell.
+    """Returns how often each computation runs, and the computations without a count.
 
-    A loop multiplies its body by its trip count, its condition by one more. Every
-    branch of a conditional counts as taken once, which makes an upper bound. Combiners
-    of reductions and the like are not counted. A computation below a loop whose trip
-    count cannot be derived is only in the second dictionary, with a description of that
-    loop, unless `count_unknown_loops_as` gives the trip count to assume.
+    A loop multiplies its body by the trip count, and its condition by one more. Every
+    branch of a conditional counts as taken, which gives an upper bound. Combiners of
+    reductions and the like are not counted.
+
+    Args:
+      count_unknown_loops_as: the trip count to assume if none can be derived. By
+        default, computations inside such a loop appear only in the second dictionary,
+        with a description of the loop.
     """
     calls = {name: list(_calls(module, name)) for name in module.computations}
     callers: dict[str, set[str]] = {name: set() for name in calls}
@@ -78,9 +85,9 @@ def executions(
     times[module.entry] = 1
     for caller in order:
         if caller not in frames:
-            continue  # nothing reaches it from the entry
+            continue  # not reachable from the entry
         for callee, instruction, key in calls[caller]:
-            # With several callers the parameters mean several things.
+            # With several callers, the values of the parameters are ambiguous.
             frames[callee] = (
                 Frame(module.computations[callee])
                 if callee in frames
@@ -107,7 +114,7 @@ def _calls(module: Module, caller: str) -> Iterator[Call]:
                 if callee not in module.computations:
                     raise ValueError(
                         f"HLO computation {caller}: {instruction.name} calls {callee}, "
-                        "which the text does not define; pass all of the module"
+                        "which the text does not define; pass the full module"
                     )
                 yield Call(callee, instruction, key)
 
@@ -118,10 +125,10 @@ def _trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
         return int(known[1])
     scalars = _Scalars(module)
     condition = scalars.callee(frame, loop, "condition")
-    found = scalars.comparison(condition, condition.computation.root)
-    if found is None:
+    comparison = scalars.comparison(condition, condition.computation.root)
+    if comparison is None:
         return None
-    left, direction, right = found
+    left, direction, right = comparison
     if left.carried is None:
         left, direction, right = right, _MIRRORED.get(direction, ""), left
     if left.carried is None or left.carried[0] != loop.name or right.carried:
@@ -129,17 +136,17 @@ def _trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     slot = left.carried[1]
     start = scalars.element(frame, loop.operands()[0], slot)
     body = scalars.callee(frame, loop, "body")
-    following = scalars.element(body, body.computation.root, slot)
-    if start is None or start.carried or following is None:
+    updated = scalars.element(body, body.computation.root, slot)
+    if start is None or start.carried or updated is None:
         return None
-    if following.carried != left.carried:
+    if updated.carried != left.carried:
         return None
     distance = right.offset - left.offset - start.offset
-    return _count(direction, distance, following.offset)
+    return _count(direction, distance, updated.offset)
 
 
 def _count(direction: str, distance: int, step: int) -> int | None:
-    """Returns the number of i >= 0 until `i * step <direction> distance` is false."""
+    """Returns the first i >= 0 for which `i * step <direction> distance` is false."""
     if direction in ("GT", "GE"):
         direction, distance, step = _MIRRORED[direction], -distance, -step
     if direction == "LE":
@@ -154,7 +161,7 @@ def _count(direction: str, distance: int, step: int) -> int | None:
 
 
 class _Scalars:
-    """Evaluates integer scalars, as far as they are constants or loop counters."""
+    """Evaluates integer scalars that are constants or loop counters."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -176,7 +183,7 @@ class _Scalars:
         return left, instruction.attribute("direction"), right
 
     def value(self, frame: Frame, name: str) -> Value | None:
-        """Returns the value of a scalar instruction, or None where it is not known."""
+        """Returns the value of a scalar instruction, or None if it is unknown."""
         instruction = frame.computation.instructions[name]
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "constant":
@@ -197,7 +204,7 @@ class _Scalars:
         return None
 
     def element(self, frame: Frame, name: str, index: int) -> Value | None:
-        """Returns the value of a scalar in a tuple, or None where it is not known."""
+        """Returns the value of a scalar in a tuple, or None if it is unknown."""
         instruction = frame.computation.instructions[name]
         take = functools.partial(self.element, index=index)
         if instruction.opcode == "tuple":
@@ -221,7 +228,7 @@ class _Scalars:
         return Value((frame.caller.name, index), 0)
 
     def _invariant(self, frame: Frame, loop: Instruction, index: int) -> bool:
-        """Whether the body hands the element on just as it got it."""
+        """Returns whether the loop body passes the element through unchanged."""
         body = self.callee(frame, loop, "body").computation
         root = body.instructions[body.root]
         if root.opcode != "tuple":
@@ -229,9 +236,9 @@ class _Scalars:
         element = body.instructions[root.operands()[index]]
         if element.opcode != "get-tuple-element":
             return False
-        whole = body.instructions[element.operands()[0]]
+        carried = body.instructions[element.operands()[0]]
         same = int(element.attribute("index")) == index
-        return whole.opcode == "parameter" and same
+        return carried.opcode == "parameter" and same
 
     def _inside(
         self, frame: Frame, caller: Instruction, evaluate: Callable[[Frame, str], Any]

@@ -1,10 +1,10 @@
-"""Whether data alone puts the collectives of a program in one order.
+"""Checks whether data dependencies alone order the collectives of a program.
 
-Devices that wait for one another in different collectives wait for ever, or mix up what
-they send. A compiled program keeps the order of its schedule. XLA's CPU programs that
-are loaded from a file keep it only within a computation: between a loop (or call, or
-conditional) that holds collectives and the collectives around it, nothing but the data
-that one needs of the other says which comes first (jaxlib 0.10).
+Devices that enter different collectives at the same time deadlock or exchange the wrong
+data. A compiled program runs its collectives in the order of its schedule. A CPU
+program that XLA loads from a file keeps that order only within a computation. Between a
+loop (or call, or conditional) that contains collectives and the collectives around it,
+only data dependencies decide which runs first (jaxlib 0.10).
 """
 
 from .collectives import KINDS
@@ -18,29 +18,29 @@ _CALLING = (
 
 
 def unordered(text: str) -> tuple[str, str] | None:
-    """Returns two instructions whose collectives may change places; None without any.
+    """Returns two instructions whose collectives may run in either order, or None.
 
     Args:
       text: the optimized HLO of one module.
     """
     module = parse(text)
-    holding: dict[str, bool] = {}
+    contains: dict[str, bool] = {}
     for computation in module.computations.values():
-        if pair := _first_pair(module, computation, holding):
+        if pair := _first_pair(module, computation, contains):
             return pair
     return None
 
 
 def _first_pair(
-    module: Module, computation: Computation, holding: dict[str, bool]
+    module: Module, computation: Computation, contains: dict[str, bool]
 ) -> tuple[str, str] | None:
     instructions = computation.instructions
-    nested = [i for i in instructions.values() if _holds(module, i, holding)]
+    nested = [i for i in instructions.values() if _is_nested(module, i, contains)]
     if not nested:
         return None
     direct = [i for i in instructions.values() if i.opcode in _COLLECTIVES]
     needs: dict[str, set[str]] = {}
-    for name, instruction in instructions.items():  # operands stand before their users
+    for name, instruction in instructions.items():  # operands precede their users
         own = [operand for operand in instruction.operands() if operand in needs]
         needs[name] = set(own).union(*(needs[operand] for operand in own))
     for one in nested:
@@ -51,18 +51,20 @@ def _first_pair(
     return None
 
 
-def _holds(module: Module, instruction: Instruction, holding: dict[str, bool]) -> bool:
-    """Whether an instruction that is none itself calls a collective, at any depth."""
+def _is_nested(
+    module: Module, instruction: Instruction, contains: dict[str, bool]
+) -> bool:
+    """Returns whether a non-collective instruction calls a collective, at any depth."""
     if instruction.opcode in _COLLECTIVES:
         return False
     for key in _CALLING:
         for name in instruction.called(key):
-            if name in module.computations and name not in holding:
+            if name in module.computations and name not in contains:
                 inside = module.computations[name].instructions.values()
-                holding[name] = any(
-                    i.opcode in _COLLECTIVES or _holds(module, i, holding)
+                contains[name] = any(
+                    i.opcode in _COLLECTIVES or _is_nested(module, i, contains)
                     for i in inside
                 )
-            if holding.get(name):
+            if contains.get(name):
                 return True
     return False

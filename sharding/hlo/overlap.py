@@ -1,25 +1,25 @@
-"""Which collectives of a scheduled HLO program run beside other work.
+"""Finds which collectives of a scheduled HLO program overlap with other work.
 
-A compiler writes that in several ways:
+Compilers express overlap in several ways:
 
-  all-gather-start ... all-gather-done      and likewise all-reduce, collective-permute
-  async-start(calls=...) ... async-done     the collective stands in what is called, for
-                                            SparseCores in a custom call's computation;
-                                            an async-update between gives the operands
+  all-gather-start ... all-gather-done      likewise all-reduce, collective-permute
+  async-start(calls=...) ... async-done     the collective is in the called computation
+                                            (for SparseCores, that of a custom call); an
+                                            async-update in between passes the operands
   fusions with AsyncCollectiveStart ... AsyncCollectiveDone
                                             XLA for TPU: fusions between the two carry
                                             the collective along with their own work
 
-The text of a compiled program lists instructions in the order in which they run, so
-what stands between start and done can hide the collective. On GPUs a pair may be marked
-is_sync: then it runs in one go.
+The text of a compiled program lists instructions in execution order, so the work
+between start and done can hide the collective. On GPUs, a pair marked is_sync runs
+synchronously.
 """
 
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .collectives import KINDS, Found, find
+from .collectives import KINDS, CollectiveOp, find
 from .text import Computation, Instruction, Module
 
 _STARTED = "AsyncCollectiveStart"
@@ -35,16 +35,17 @@ _STARTS = ("-start", "send", "recv")
 _CARRIER = "async_collective_fusion_config"
 
 
-class Placed(NamedTuple):
-    """A collective where the schedule has it.
+class Scheduled(NamedTuple):
+    """A collective and its position in the schedule.
 
     Attributes:
-      computation, start: the instruction that runs it, or starts it.
-      done: the one that waits for it, in the same computation; "" of a synchronous one.
+      computation: the computation whose schedule runs it.
+      start: the instruction in it that runs or starts the collective.
+      done: the instruction in it that waits for the collective, "" if synchronous.
       carriers: how many fusions between the two carry it along.
     """
 
-    found: Found
+    op: CollectiveOp
     computation: str
     start: str
     done: str = ""
@@ -52,12 +53,12 @@ class Placed(NamedTuple):
 
 
 def pairs(computation: Computation) -> dict[str, str]:
-    """Returns what each -done of a computation waits for, where that begins."""
+    """Maps each -done instruction of a computation to the start of its work."""
     return {done: begin for _, begin, done in _chains(computation)}
 
 
 def _chains(computation: Computation) -> Iterator[tuple[str, str, str]]:
-    """Yields (start, begin, done): work begins where it is given its operands."""
+    """Yields (start, begin, done); work begins at the instruction with operands."""
     for instruction in computation.instructions.values():
         if not instruction.opcode.endswith("-done"):
             continue
@@ -74,8 +75,8 @@ def _chains(computation: Computation) -> Iterator[tuple[str, str, str]]:
         yield start.name, begin.name, instruction.name
 
 
-def place(module: Module) -> list[Placed]:
-    """Returns every collective with its place in the schedule, once."""
+def schedule(module: Module) -> list[Scheduled]:
+    """Returns every collective once, with its position in the schedule."""
     callers = _callers(module)
     chains = {
         (computation.name, start): (begin, done)
@@ -89,9 +90,9 @@ def place(module: Module) -> list[Placed]:
         for caller in [callers[computation.name]]
     }
     carriers = _carriers(module)
-    placed = []
-    for found in find(module):
-        owner, name = found.computation, found.name
+    scheduled = []
+    for op in find(module):
+        owner, name = op.computation, op.name
         computation = module.computations[owner]
         instruction = computation.instructions[name]
         started = any(_STARTED in i.rest for i in computation.instructions.values())
@@ -104,8 +105,8 @@ def place(module: Module) -> list[Placed]:
         if _SYNC.search(start.rest):
             end = ""
         num = carriers.get(_channel(instruction), 0) if started else 0
-        placed.append(Placed(found, owner, name, end, num))
-    return placed
+        scheduled.append(Scheduled(op, owner, name, end, num))
+    return scheduled
 
 
 def _fused_end(
@@ -116,14 +117,14 @@ def _fused_end(
         raise ValueError(
             f"HLO computation {owner}: {instruction.name} on channel {key[1]} is "
             f"started by {_STARTED}, but no {_DONE} of that channel follows there. "
-            "Pass the whole text of a scheduled program"
+            "Pass the full text of a scheduled program"
         )
     return fused[key]
 
 
 def _carriers(module: Module) -> dict[str, int]:
-    """Returns how many fusions, in loops too, carry the collective of each channel."""
-    found: dict[str, int] = {}
+    """Counts the fusions, loops included, that carry the collective of each channel."""
+    counts: dict[str, int] = {}
     for computation, instruction in _collectives(module):
         ends = any(
             _STARTED in other.rest or _DONE in other.rest
@@ -131,8 +132,8 @@ def _carriers(module: Module) -> dict[str, int]:
         )
         if _CARRIER in instruction.rest and not ends:
             channel = _channel(instruction)
-            found[channel] = found.get(channel, 0) + 1
-    return found
+            counts[channel] = counts.get(channel, 0) + 1
+    return counts
 
 
 def _collectives(module: Module) -> Iterator[tuple[Computation, Instruction]]:
@@ -143,12 +144,12 @@ def _collectives(module: Module) -> Iterator[tuple[Computation, Instruction]]:
 
 
 def _channel(instruction: Instruction) -> str:
-    found = _CHANNEL.search(instruction.rest)
-    return found[1] if found else ""
+    match = _CHANNEL.search(instruction.rest)
+    return match[1] if match else ""
 
 
 def _callers(module: Module) -> dict[str, tuple[str, Instruction]]:
-    """Returns who calls each computation that has no schedule of its own."""
+    """Returns the caller of each computation that has no schedule of its own."""
     return {
         callee: (computation.name, instruction)
         for computation in module.computations.values()

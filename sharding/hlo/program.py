@@ -1,7 +1,4 @@
-"""What optimized HLO text says of a program: device groups of collectives, and FLOPs.
-
-The text is parsed by `parse` and its loops are counted by `executions`.
-"""
+"""Reads the device groups of collectives and the FLOPs of an optimized HLO program."""
 
 import functools
 import math
@@ -29,29 +26,29 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def replica_groups(instruction: Instruction, num_ids: int) -> Groups:
-    """Returns the groups of ids of a collective, whichever way they are printed.
+    """Returns the groups of ids of a collective, in any of the formats XLA prints.
 
-    XLA prints lists `{{0,1},{2,3}}`, iotas `[4,2]<=[2,4]T(1,0)`, and axes of a mesh of
-    its own, `mesh['a'=4,'b'=2] {'a':(1)2}`; `{}` is one group of all `num_ids` ids.
+    These are lists `{{0,1},{2,3}}`, iotas `[4,2]<=[2,4]T(1,0)`, and axes of an internal
+    mesh, `mesh['a'=4,'b'=2] {'a':(1)2}`; `{}` is one group of all `num_ids` ids.
     """
-    found = _GROUPS.search(instruction.rest)
-    if not found:
+    match = _GROUPS.search(instruction.rest)
+    if not match:
         raise ValueError(
-            f"HLO instruction {instruction.name}: replica_groups are missing or in a "
-            f"form that this reader does not know: {instruction.rest[:200]!r}"
+            f"HLO instruction {instruction.name}: replica_groups are missing or in an "
+            f"unknown format: {instruction.rest[:200]!r}"
         )
-    return _parse_groups(found[1], num_ids)
+    return _parse_groups(match[1], num_ids)
 
 
 def source_target_pairs(instruction: Instruction) -> Groups:
     """Returns the (source, target) pairs of a collective-permute."""
-    found = _PAIRS.search(instruction.rest)
-    if not found:
+    match = _PAIRS.search(instruction.rest)
+    if not match:
         raise ValueError(
             f"HLO instruction {instruction.name}: expected source_target_pairs, found "
             f"{instruction.rest[:200]!r}"
         )
-    return tuple(integers(pair) for pair in re.findall(r"[\d,]+(?=\})", found[1]))
+    return tuple(integers(pair) for pair in re.findall(r"[\d,]+(?=\})", match[1]))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,7 +65,7 @@ def _parse_groups(text: str, num_ids: int) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Returns the flat ids of `[4,2]T(1,0)`: counted, reshaped, transposed."""
+    """Returns the flat ids of `[4,2]T(1,0)`: an arange, reshaped and transposed."""
     match = _IOTA.search(text)
     if not match:
         raise ValueError(
@@ -91,8 +88,8 @@ def _mesh_groups(axes: str, order: str, grouped: str) -> Groups:
     unravelled = np.unravel_index(np.arange(count), shape)
     coordinates = dict(zip(sizes, unravelled, strict=True))
     for name, before, size in _GROUP_AXIS.findall(grouped):
-        # `name:(before)size` is one digit of the coordinate: after `before` major
-        # values, `size` of them.
+        # `name:(before)size` is one mixed-radix digit of the coordinate: `size` values,
+        # with `before` values in the more significant digits.
         width = int(size or sizes[name])
         stride = sizes[name] // (int(before or 1) * width)
         digit = coordinates[name] // stride % width
@@ -110,15 +107,15 @@ def _rows(ids: np.ndarray) -> Groups:
 def flops(text: str, *, count_unknown_loops_as: int | None = None) -> float:
     """Returns the floating-point operations of matrix products on one device.
 
-    A multiplication and an addition are two. Counted are dots, convolutions (XLA for
-    TPU makes dots into convolutions; positions in the padding are free), cuBLAS calls
-    and kernels of attention, each as often as it runs; elementwise work and other
-    custom calls are not.
+    A multiply-add counts as two. Dots, convolutions (XLA for TPU turns dots into
+    convolutions; positions in the padding are free), cuBLAS calls and attention kernels
+    are counted as often as they run. Elementwise work and other custom calls are not
+    counted.
 
     Args:
       text: Optimized HLO text of one program.
-      count_unknown_loops_as: The trip count to assume where none can be derived; by
-        default products in such a loop are an error.
+      count_unknown_loops_as: The trip count to assume if none can be derived. By
+        default, a matrix product in such a loop is an error.
     """
     module = parse(text)
     times, unknown = executions(module, count_unknown_loops_as)
@@ -143,15 +140,15 @@ def unknown_loop(what: str, loop: str) -> ValueError:
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> float:
-    """Returns the operations of one run of a matrix product, 0 of anything else."""
+    """Returns the FLOPs of one run of a matrix product, 0 for anything else."""
     if instruction.opcode == "dot":
         contracted = integers(instruction.attribute("lhs_contracting_dims"))
     elif instruction.opcode == "convolution":
         left, right = (arrays[0] for arrays in computation.operand_arrays(instruction))
         return _convolution_flops(instruction, left, right)
     elif instruction.opcode == "custom-call" and _GEMM.search(instruction.rest):
-        found = _GEMM_CONTRACTED.search(instruction.rest)
-        contracted = integers(found[1]) if found else ()
+        match = _GEMM_CONTRACTED.search(instruction.rest)
+        contracted = integers(match[1]) if match else ()
     elif is_kernel(instruction):
         return kernel_flops(computation, instruction) or 0.0
     else:
@@ -178,7 +175,7 @@ def _convolution_flops(instruction: Instruction, left: Array, right: Array) -> f
 
 
 def _window_hits(size: int, kernel: int, out: int, options: dict[str, str]) -> int:
-    """Returns how many pairs of output and kernel positions meet a real input."""
+    """Counts the pairs of output and kernel positions that read a real input."""
     stride = int(options.get("stride", 1))
     hole = int(options.get("lhs_dilate", 1))
     spread = int(options.get("rhs_dilate", 1))

@@ -1,8 +1,8 @@
-"""What a program of one TPU slice exchanges with other slices.
+"""Finds the transfers between TPU slices in the program of one slice.
 
-Over several slices XLA for TPU writes the program of one: ids in it are positions in
-that slice. What crosses the network between slices is no collective there but a `send`
-to the host and a `recv` of the result, with the kind of transfer in its attributes.
+For several slices, XLA for TPU writes the program of one: device ids are positions in
+that slice. A collective between slices appears as a `send` to the host and a `recv` of
+the result, with the kind of transfer as an attribute.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from jax.sharding import Mesh
 
-from .collectives import Found
+from .collectives import CollectiveOp
 from .text import Array, Module
 
 _KINDS = {
@@ -30,15 +30,16 @@ def slice_of(
     crossed = tuple(name for name, slices in dcn.items() if slices > 1)
     if len(crossed) > 1:
         raise ValueError(
-            f"dcn {dict(dcn)}: the axes {', '.join(crossed)} cross slices, and the "
-            "program does not say which of them a transfer is along; let one cross"
+            f"dcn {dict(dcn)}: the axes {', '.join(crossed)} cross slices, but the "
+            "program does not say which of them a transfer is along; only one axis may "
+            "cross slices"
         )
     sizes = (size // dcn.get(name, 1) for name, size in mesh.shape.items())
     return crossed, tuple(sizes)
 
 
-def crossings(module: Module, num_slices: int) -> Iterator[Found]:
-    """Yields what goes to other slices; `groups` are empty, they are not of devices."""
+def crossings(module: Module, num_slices: int) -> Iterator[CollectiveOp]:
+    """Yields the collectives between slices; their `groups` are empty."""
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             transfer = _TRANSFER.search(instruction.rest)
@@ -46,15 +47,14 @@ def crossings(module: Module, num_slices: int) -> Iterator[Found]:
                 continue
             if transfer[1] not in _KINDS:
                 raise ValueError(
-                    f"HLO instruction {instruction.name} sends to other slices in a "
-                    f"way that this reader does not know: {transfer[1]}; expected "
-                    f"{', '.join(_KINDS)}"
+                    f"HLO instruction {instruction.name}: unknown kind of transfer to "
+                    f"other slices, {transfer[1]}; expected {', '.join(_KINDS)}"
                 )
             kind = _KINDS[transfer[1]]
             payload = computation.operand_arrays(instruction)[0]
-            if kind == "all-gather":  # the array that is whole afterwards
+            if kind == "all-gather":  # the payload is the gathered result
                 payload = [Array(a.dtype, (num_slices, *a.dims)) for a in payload]
             source, op_name = module.source(instruction), instruction.op_name()
-            yield Found(
+            yield CollectiveOp(
                 instruction.name, kind, computation.name, (), payload, source, op_name
             )

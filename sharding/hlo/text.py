@@ -1,7 +1,8 @@
 """Parses the optimized HLO text of a compiled program, as XLA prints it.
 
-A module is a set of computations, a computation a list of instructions. Only the frame
-of each line is parsed here, in one pass; operands and attributes are read on demand.
+A module is a set of computations; a computation is a list of instructions. One pass
+splits each line into name, shape, opcode and the rest. Operands and attributes are
+parsed on demand.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes without the padding of a tiled layout; half bytes are rounded up."""
+        """Bytes without the padding of a tiled layout, rounded up."""
         if self.dtype == "pred":
             return self.size
         bits = _BITS.match(self.dtype)
@@ -50,20 +51,20 @@ class Instruction:
     rest: str
 
     def arrays(self) -> list[Array]:
-        """Returns the arrays of the result; a tuple, however nested, is flattened."""
+        """Returns the arrays of the result; nested tuples are flattened."""
         return [
             Array(dtype, integers(dims)) for dtype, dims in _ARRAY.findall(self.shape)
         ]
 
     def operands(self) -> list[str]:
-        """Returns the names of the operands, whether or not their types are printed."""
+        """Returns the names of the operands, with or without printed types."""
         parts = _split_operands(self.rest)
         return [part.split()[-1].lstrip("%") for part in parts if part.strip()]
 
     def attribute(self, key: str) -> str:
-        """Returns the text of `key=...`, or "" without one; {...} comes whole."""
-        found = re.search(rf"[,{{ ]{key}=(\{{[^{{}}]*\}}|[^,\s}}]+)", self.rest)
-        return found[1] if found else ""
+        """Returns the value of `key=...` as text, braces included, or ""."""
+        match = re.search(rf"[,{{ ]{key}=(\{{[^{{}}]*\}}|[^,\s}}]+)", self.rest)
+        return match[1] if match else ""
 
     def called(self, key: str) -> list[str]:
         """Returns the names of the computations that an attribute lists."""
@@ -71,8 +72,8 @@ class Instruction:
         return [name.strip().lstrip("%") for name in names if name.strip()]
 
     def op_name(self) -> str:
-        found = re.search(r'[{ ]op_name="((?:[^"\\]|\\.)*)"', self.rest)
-        return found[1] if found else ""
+        match = re.search(r'[{ ]op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,7 +91,7 @@ class Computation:
         except KeyError as missing:
             raise ValueError(
                 f"HLO computation {self.name}: {instruction.name} has the operand "
-                f"{missing}, which the computation does not define; pass the whole "
+                f"{missing}, which the computation does not define; pass the full "
                 "text of the module"
             ) from None
         return [operand.arrays() for operand in operands]
@@ -98,7 +99,7 @@ class Computation:
 
 @dataclasses.dataclass(slots=True)
 class Module:
-    """The computations of a program, and the tables that tell their source lines."""
+    """The computations of a program, and the tables of their source lines."""
 
     header: str = ""
     entry: str = ""
@@ -114,33 +115,33 @@ class Module:
         return self._header_number("num_partitions")
 
     def _header_number(self, key: str) -> int:
-        found = re.search(rf"\b{key}=(\d+)", self.header)
-        return int(found[1]) if found else 1
+        match = re.search(rf"\b{key}=(\d+)", self.header)
+        return int(match[1]) if match else 1
 
     def source(self, instruction: Instruction) -> str:
-        """Returns `file:line` of the innermost user frame, or "" where none is kept.
+        """Returns the `file:line` of the innermost user frame, or "" if there is none.
 
-        Frames of this package are skipped: who asked for a constraint says more than
-        the line that made it.
+        Frames of this package are skipped: the caller of a constraint is more useful
+        than the line here that applies it.
         """
         inline = re.search(r'source_file="([^"]*)"', instruction.rest)
         if inline:
             return f"{inline[1]}:{instruction.attribute('source_line') or '?'}"
         frame = int(instruction.attribute("stack_frame_id") or 0)
-        innermost = place = self._place(frame)
-        while place.startswith(_OWN_FOLDER) and self._parent(frame) < frame:
+        innermost = location = self._location(frame)
+        while location.startswith(_OWN_FOLDER) and self._parent(frame) < frame:
             frame = self._parent(frame)
-            place = self._place(frame)
-        return place or innermost
+            location = self._location(frame)
+        return location or innermost
 
-    def _place(self, frame: int) -> str:
+    def _location(self, frame: int) -> str:
         location = self._row("StackFrames", frame).get("file_location_id", 0)
         row = self._row("FileLocations", location)
         file = self.tables.get("FileNames", {}).get(row.get("file_name_id", 0))
         return f"{file.strip(chr(34))}:{row['line']}" if file else ""
 
     def _parent(self, frame: int) -> int:
-        # Frame 1 has no parent; where it prints one, ids of parents are one too high.
+        # Frame 1 has no parent; if one is printed for it, all parent ids are off by 1.
         shift = self._row("StackFrames", 1).get("parent_frame_id", 0)
         return self._row("StackFrames", frame).get("parent_frame_id", shift) - shift
 
@@ -166,7 +167,7 @@ def parse(text: str) -> Module:
         elif line == "}" or line.startswith("}, "):
             last = None
         elif last is not None:
-            last.rest += line  # what a kernel says of itself may take several lines
+            last.rest += line  # the attributes of a kernel may span several lines
         elif line.startswith("HloModule"):
             if module.header:
                 raise ValueError("HLO text: found a second HloModule; pass one module")
@@ -192,7 +193,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def _split_operands(rest: str) -> list[str]:
-    """Splits the text up to the closing bracket at the commas outside of brackets."""
+    """Splits the text before the closing bracket at top-level commas."""
     parts, depth, start = [], 0, 0
     for bracket in _BRACKET.finditer(rest):
         char, end = bracket[0], bracket.start()

@@ -1,9 +1,9 @@
-"""What one instruction of an HLO program computes and moves through a device's memory.
+"""FLOPs and memory traffic of single HLO instructions.
 
-FLOPs are those of matrix products and of kernels that tell theirs. Bytes are operands
-and results that lie in the device's main memory: what has another memory space, such
-as VMEM on TPUs, S(1), costs nothing. Of a fusion only what is used counts: a slice of
-an operand, the part of a buffer that is updated in place, nothing that is handed on.
+FLOPs are those of matrix products and of kernels whose FLOPs are known. Bytes are the
+operands and results in the device's main memory; other memory spaces, such as S(1),
+VMEM on TPUs, are free. For a fusion, only the bytes it uses count: the slice it reads
+of an operand, the part of a buffer it updates in place, and nothing it passes through.
 """
 
 import functools
@@ -17,7 +17,7 @@ from .collectives import KINDS
 from .kernels import is_kernel, kernel_flops
 from .text import Array, Computation, Instruction, Module, integers
 
-_PLACED = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_ARRAYS = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _FREE = {
     "after-all",
@@ -33,12 +33,12 @@ _FREE = {
     "replica-id",
     "tuple",
 }
-# Calls that say something of a buffer and do nothing.
+# Calls that annotate a buffer and do no work.
 _FREE_CALLS = re.compile(
     r'custom_call_target="(AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast)"'
 )
 _SLICES = {"dynamic-slice", "slice", "gather"}
-# One value for one: who reads a part of the result reads that part of the operand.
+# Reading part of the result reads only the corresponding part of the operand.
 _ELEMENTWISE = {"bitcast", "convert", "copy", "pad", "reshape", "transpose"}
 _CALLS = {"fusion": "calls", "async-start": "calls", "call": "to_apply"}
 _COLLECTIVES = {kind + suffix for kind in KINDS for suffix in ("", "-start", "-done")}
@@ -50,9 +50,10 @@ class Work(NamedTuple):
 
 
 class Reader:
-    """Reads the work of instructions of one module.
+    """Computes the work of the instructions of one module.
 
-    `unknown_kernels` names the kernels met whose operations the text does not tell.
+    Attributes:
+      unknown_kernels: kernels seen so far whose FLOPs the text does not reveal.
     """
 
     def __init__(self, module: Module):
@@ -63,7 +64,7 @@ class Reader:
         self._users = functools.cache(self._find_users)
 
     def work(self, computation: str, name: str) -> Work:
-        """Returns the work of one run of an instruction, loops and calls excepted."""
+        """Returns the work of one run of an instruction, not for loops or calls."""
         instruction = self._instruction(computation, name)
         if instruction.opcode in _FREE or _FREE_CALLS.search(instruction.rest):
             return Work(0.0, 0)
@@ -97,11 +98,11 @@ class Reader:
 
     def _read(self, computation: str, instruction: Instruction) -> int:
         total = 0
-        for place, operand in enumerate(instruction.operands()):
+        for position, operand in enumerate(instruction.operands()):
             shape = self._instruction(computation, operand).shape
             in_hbm, elements = _hbm_bytes(shape), _elements(shape)
             if in_hbm and elements:
-                used = self._used(computation, instruction, place, elements)
+                used = self._used(computation, instruction, position, elements)
                 total += round(in_hbm * used / elements)
         return total
 
@@ -112,35 +113,37 @@ class Reader:
 
     def _elements_needed(self, computation: str, name: str) -> int:
         """Returns how many elements of a value its users read."""
-        whole = _elements(self._instruction(computation, name).shape)
+        total = _elements(self._instruction(computation, name).shape)
         needed = 0
         for user in self._users(computation).get(name, ()):
-            for place, operand in enumerate(user.operands()):
+            for position, operand in enumerate(user.operands()):
                 if operand == name:
-                    needed += self._used(computation, user, place, whole)
-        return min(whole, needed)
+                    needed += self._used(computation, user, position, total)
+        return min(total, needed)
 
-    def _used(self, computation: str, user: Instruction, place: int, whole: int) -> int:
-        """Returns how many elements of its operand an instruction reads."""
+    def _used(
+        self, computation: str, user: Instruction, position: int, total: int
+    ) -> int:
+        """Returns how many of the `total` elements of an operand `user` reads."""
         opcode = user.opcode
-        if opcode in _SLICES and place == 0:
-            return min(whole, user.arrays()[0].size)
-        if opcode in ("dynamic-update-slice", "scatter") and place == 0:
+        if opcode in _SLICES and position == 0:
+            return min(total, user.arrays()[0].size)
+        if opcode in ("dynamic-update-slice", "scatter") and position == 0:
             return 0  # updated in place
         if opcode in ("tuple", "get-tuple-element") or opcode in _COLLECTIVES:
-            return 0  # handed on; what collectives move is counted by their links
+            return 0  # passed through; collectives are charged to the network
         key = _CALLS.get(opcode)
         if key:
             callee = user.called(key)[0]
-            return self._needed(callee, self._parameter(callee, place))
+            return self._needed(callee, self._parameter(callee, position))
         if opcode in _ELEMENTWISE and self._inside_fusion(computation):
             return self._needed(computation, user.name)
-        return whole
+        return total
 
     def _written(self, computation: str, name: str) -> int:
-        """Returns the bytes of a result in main memory that are new."""
+        """Returns the bytes that an instruction writes to main memory."""
         shape = self._instruction(computation, name).shape
-        spaces = [space for _, space in _placed(shape)]
+        spaces = [space for _, space in _arrays(shape)]
         return sum(
             count
             for count, space in zip(
@@ -150,7 +153,7 @@ class Reader:
         )
 
     def _results(self, computation: str, name: str) -> Iterator[int]:
-        """Yields the new bytes of every array of a result."""
+        """Yields the bytes written to each array of a result."""
         instruction = self._instruction(computation, name)
         opcode, operands = instruction.opcode, instruction.operands
         arrays = instruction.arrays()
@@ -165,8 +168,8 @@ class Reader:
             same = len(inside) == len(arrays)
             yield from inside if same else (array.num_bytes for array in arrays)
         elif opcode in ("dynamic-update-slice", "scatter"):
-            place = 1 if opcode == "dynamic-update-slice" else -1
-            update = self._instruction(computation, operands()[place]).arrays()[0]
+            position = 1 if opcode == "dynamic-update-slice" else -1
+            update = self._instruction(computation, operands()[position]).arrays()[0]
             yield math.prod(update.dims) * arrays[0].num_bytes // max(1, arrays[0].size)
         elif opcode == "bitcast" and self._inside_fusion(computation):
             yield from self._results(computation, operands()[0])
@@ -176,10 +179,10 @@ class Reader:
     def _own_flops(self, computation: str, instruction: Instruction) -> float:
         owner = self._computation(computation)
         if is_kernel(instruction):
-            found = kernel_flops(owner, instruction)
-            if found is None:
+            flops = kernel_flops(owner, instruction)
+            if flops is None:
                 self.unknown_kernels.add(instruction.op_name() or instruction.name)
-            return found or 0.0
+            return flops or 0.0
         key = _CALLS.get(instruction.opcode)
         if key:
             return sum(self._flops(callee) for callee in instruction.called(key))
@@ -190,11 +193,11 @@ class Reader:
         return sum(self._own_flops(name, instruction) for instruction in instructions)
 
     def _find_users(self, computation: str) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
+        users: dict[str, list[Instruction]] = {}
         for instruction in self._computation(computation).instructions.values():
             for operand in dict.fromkeys(instruction.operands()):
-                found.setdefault(operand, []).append(instruction)
-        return found
+                users.setdefault(operand, []).append(instruction)
+        return users
 
     def _parameter(self, computation: str, number: int) -> str:
         for instruction in self._computation(computation).instructions.values():
@@ -203,7 +206,7 @@ class Reader:
                     return instruction.name
         raise ValueError(
             f"HLO computation {computation} is called with an operand {number}, but "
-            f"has no parameter({number}); pass the whole text of the module"
+            f"has no parameter({number}); pass the full text of the module"
         )
 
     @functools.cached_property
@@ -226,18 +229,18 @@ class Reader:
         return self._module.computations[computation].instructions[name]
 
 
-def _placed(shape: str) -> list[tuple[Array, int]]:
+def _arrays(shape: str) -> list[tuple[Array, int]]:
     """Returns the arrays of a shape, each with its memory space."""
-    found = []
-    for dtype, dims, layout in _PLACED.findall(shape):
+    arrays = []
+    for dtype, dims, layout in _ARRAYS.findall(shape):
         space = _SPACE.search(layout)
-        found.append((Array(dtype, integers(dims)), int(space[1]) if space else 0))
-    return found
+        arrays.append((Array(dtype, integers(dims)), int(space[1]) if space else 0))
+    return arrays
 
 
 def _hbm_bytes(shape: str) -> int:
-    return sum(array.num_bytes for array, space in _placed(shape) if not space)
+    return sum(array.num_bytes for array, space in _arrays(shape) if not space)
 
 
 def _elements(shape: str) -> int:
-    return sum(array.size for array, _ in _placed(shape))
+    return sum(array.size for array, _ in _arrays(shape))

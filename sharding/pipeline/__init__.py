@@ -18,12 +18,12 @@ from .stack import Stack as Stack
 
 
 class _Package(types.ModuleType):
-    """Other plans are functions with the names of their mesh axes; this is none."""
+    """Explains the mistake to users who call this package as if it were a plan."""
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise TypeError(
             "meshloom.sharding.pipeline is the package of pipeline schedules, not a "
-            "plan. The plan that shards layers over the mesh axis pipe is "
+            "plan. The plan that shards layers over the pipe axis is "
             "meshloom.sharding.pipe(), or 'pipeline' in parse_plan('data+pipeline')."
         )
 

@@ -1,4 +1,4 @@
-"""The layers of one stage: forward of a chunk, its backward, and its gradients."""
+"""The layers of one stage: forward and backward of a chunk, and its gradients."""
 
 from typing import Any
 
@@ -9,62 +9,72 @@ from jax import lax
 from ..sharder import Sharder
 from .stack import Batch, Stack
 
-Kept = Any  # what a forward leaves for its backward
+Kept = Any  # what a forward saves for its backward
 
 
 class Chunks:
-    """A stage's chunks of layers, stored one after the other.
+    """The chunks of layers of one stage, stored one after the other.
 
     Args:
       params: the stage's blocks, each array [layers of the stage, ...].
-      plans: a Weight for each array.
+      layouts: a WeightLayout for each array.
+      num: the number of chunks.
     """
 
-    def __init__(self, stack: Stack, params: Any, plans: Any, num: int, shard: Sharder):
-        self._stack, self._shard, self._plans = stack, shard, plans
+    def __init__(
+        self, stack: Stack, params: Any, layouts: Any, num: int, shard: Sharder
+    ):
+        self._stack, self._shard, self._layouts = stack, shard, layouts
         self._params = params
-        self._keeps = stack.remat == "none"  # residuals, from forward to backward
+        self._keeps_residuals = stack.remat == "none"
         self._length = jax.tree.leaves(params)[0].shape[0] // num
-        # The chunk is computed again from its input; of one layer under "full" that is
-        # all there is to recompute, and a checkpoint would do it a second time.
+        # A chunk is recomputed from its input. For a chunk of one layer under "full",
+        # a checkpoint inside would recompute the layer a second time.
         self._is_recomputed_once = stack.remat == "full" and self._length == 1
         self._num = num
-        self._form: Any = None  # of a backward, once a forward was traced
-        self._held: list[int | None] = []  # residuals that are weights, which
+        # Set when a forward is traced: the tree structure of its vjp, and for each
+        # residual the index of the weight it is, or None.
+        self._vjp_treedef: Any = None
+        self._weight_index: list[int | None] = []
 
     def forward(self, chunk, x: jax.Array, batch: Batch) -> tuple[jax.Array, Kept]:
-        """(output of the chunk, what its backward needs: its input, or residuals)."""
+        """Returns the output of the chunk and what its backward needs.
+
+        The backward needs the input of the chunk, or its residuals under "none".
+        """
         params = self._chunk(chunk)
-        if not self._keeps:
+        if not self._keeps_residuals:
             return self._apply(params, x, batch), x
         y, pull = jax.vjp(lambda p, x: self._apply(p, x, batch), params, x)
-        leaves, self._form = jax.tree.flatten(pull)
-        # Weights are among the residuals; they are here anyway and need not be kept.
+        leaves, self._vjp_treedef = jax.tree.flatten(pull)
+        # Residuals that are weights need not be saved.
         weights = jax.tree.leaves(params)
-        self._held = [_position(leaf, weights) for leaf in leaves]
-        both = zip(leaves, self._held, strict=True)
-        return y, (y, [leaf for leaf, held in both if held is None])
+        self._weight_index = [_position(leaf, weights) for leaf in leaves]
+        both = zip(leaves, self._weight_index, strict=True)
+        return y, (y, [leaf for leaf, index in both if index is None])
 
     def backward(self, chunk, kept: Kept, batch: Batch):
-        """(output of the chunk, function from its gradient to (params', input's))."""
+        """Returns the output of the chunk and its vjp, to (params, input) gradients."""
         params = self._chunk(chunk)
-        if not self._keeps:
+        if not self._keeps_residuals:
             return jax.vjp(lambda p, x: self._apply(p, x, batch), params, kept)
         y, residuals = kept
         rest, weights = iter(residuals), jax.tree.leaves(params)
-        leaves = [next(rest) if i is None else weights[i] for i in self._held]
-        return y, jax.tree.unflatten(self._form, leaves)
+        leaves = [next(rest) if i is None else weights[i] for i in self._weight_index]
+        return y, jax.tree.unflatten(self._vjp_treedef, leaves)
 
     def _apply(self, params: Any, x: jax.Array, batch: Batch) -> jax.Array:
-        """The layers of `params`, one after the other."""
+        """Applies the layers of `params`, one after the other."""
 
         def layer(x, params):
             params = jax.tree.map(
-                lambda plan, w: plan.gather(w, late=True, skip=1), self._plans, params
+                lambda layout, w: layout.gather(w, late=True, skip=1),
+                self._layouts,
+                params,
             )
             return self._stack.block(params, x, batch, self._shard), None
 
-        if self._keeps:
+        if self._keeps_residuals:
             layer = jax.checkpoint(layer, policy=_is_computed, prevent_cse=False)
         elif not self._is_recomputed_once:
             layer = self._stack.rematerialize(layer)
@@ -74,7 +84,7 @@ class Chunks:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._params)
 
     def add(self, grads: Any, chunk, grad: Any, is_real) -> Any:
-        """Adds the gradient of a chunk, unless it is of no microbatch."""
+        """Returns `grads` plus the gradient of a chunk, if it has a microbatch."""
 
         def one(total, g):
             g = jnp.where(is_real, g.astype(jnp.float32), 0.0)
@@ -99,8 +109,8 @@ def _position(leaf: Any, among: list[Any]) -> int | None:
     return next((i for i, other in enumerate(among) if other is leaf), None)
 
 
-# What only casts or moves an array. Before a weight meets an activation nothing else
-# is done to it, so a residual that is kept is never a copy of a weight.
+# Primitives that only cast or move an array. Nothing else is applied to a weight before
+# it meets an activation, so a saved residual is never a copy of a weight.
 MOVES = frozenset(
     """all_gather broadcast_in_dim convert_element_type copy expand_dims name pvary
     reshape sharding_constraint slice squeeze transpose""".split()

@@ -1,10 +1,10 @@
-"""A schedule as loops: ticks that do the same kinds of work are one scan.
+"""Turns a schedule into loops: consecutive ticks of the same kind become one scan.
 
-Beside the forwards and backwards of the table there is work outside the stack, which
-all stages share. It is timed so that in a steady phase all of it falls into the same
-ticks: a microbatch is embedded one tick before stage 0 takes it, and the gradient that
-leaves stage 0 is brought to the embedding one tick later. So the rows run from one
-tick before the table to one after it.
+Besides the forwards and backwards of the schedule, all stages share the work outside
+the stack. In the steady phase all of it falls on the same ticks: a microbatch is
+embedded one tick before its forward on stage 0, and the backward of the embedding runs
+one tick after its backward there. The rows therefore start one tick before the schedule
+and end one tick after it.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ from .schedule import IDLE, Schedule
 
 
 class Kind(NamedTuple):
-    """What is done at a tick, by every stage."""
+    """The kinds of work that every stage does at a tick."""
 
     forward: bool
     backward: bool
-    embed: bool  # for the next tick's forward on stage 0
-    head: bool  # of the backward on the last stage, or of its forward in evaluation
-    embed_backward: bool  # of the tick before's backward on stage 0
+    embed: bool  # for the forward on stage 0 at the next tick
+    head: bool  # for the backward on the last stage; in evaluation, for the forward
+    embed_backward: bool  # for the backward on stage 0 at the previous tick
 
 
 class Rows(NamedTuple):
-    """What each tick works on; [tick, ...], IDLE where nothing. Of numpy or jax.
+    """What each tick works on, as numpy or jax arrays; IDLE for nothing.
 
     Attributes:
-      forward: [tick, stage, (microbatch, chunk, slot)]
-      backward: the same
+      forward: [tick, stage, (microbatch, chunk, slot)].
+      backward: the same.
       embed, head, embed_backward: [tick], the microbatch.
     """
 
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Runs of equal ticks, one after the other, and that `times` times."""
+    """A sequence of runs of equal ticks, repeated `times` times."""
 
     times: int
     runs: tuple[tuple[Kind, int], ...]
@@ -54,7 +54,7 @@ class Loop:
 
 
 def rows(schedule: Schedule, *, training: bool) -> Rows:
-    """The rows of a schedule; without `training`, of its forwards alone."""
+    """Returns the rows of a schedule; without `training`, only its forwards."""
     S, R = schedule.num_stages, schedule.num_chunks
     forward, backward = schedule.forward, schedule.backward
     if not training:
@@ -83,7 +83,7 @@ def rows(schedule: Schedule, *, training: bool) -> Rows:
 
 
 def loops(rows: Rows) -> list[Loop]:
-    """The ticks of `rows` as few loops, in order."""
+    """Returns the ticks of `rows` as a short list of loops, in order."""
     runs: list[tuple[Kind, int]] = []
     for kind in _kinds(rows):
         if runs and runs[-1][0] == kind:
@@ -92,13 +92,13 @@ def loops(rows: Rows) -> list[Loop]:
             runs.append((kind, 1))
     result = []
     while runs:
-        # Interleaved microbatches come in groups, each with and without work outside.
+        # Interleaved schedules alternate ticks with and without work outside the stack.
         pair, times = runs[:2], 1
         while len(pair) == 2 and runs[2 * times : 2 * times + 2] == pair:
             times += 1
-        taken = pair if times > 1 else pair[:1]
-        result.append(Loop(times, tuple(taken)))
-        runs = runs[times * len(taken) :]
+        repeated = pair if times > 1 else pair[:1]
+        result.append(Loop(times, tuple(repeated)))
+        runs = runs[times * len(repeated) :]
     return result
 
 
@@ -106,18 +106,18 @@ def _kinds(rows: Rows) -> list[Kind]:
     kinds, S = [], rows.forward.shape[1]
     busy = [(table != IDLE).any(axis=(1, 2)).tolist() for table in rows[:2]]
     outside = [(table != IDLE).tolist() for table in rows[2:]]
-    found = list(map(Kind, *busy, *outside))
-    # Work for no microbatch, at a few ticks, is cheaper than another loop to compile.
-    feeds = sum(k[:3] == (True, False, False) for k in found) <= 2 * S
-    leaves = sum(k[:2] == (False, True) and not k[4] for k in found) <= 2 * S
-    for does in found:
-        if does.forward and does.backward:
-            # All of it or none: fewer kinds, which may be one loop of pairs.
-            any_outside = any(does[2:])
-            does = Kind(True, True, any_outside, any_outside, any_outside)
-        elif does.forward and feeds:
-            does = does._replace(embed=True)
-        elif does.backward and leaves:
-            does = does._replace(embed_backward=True)
-        kinds.append(does)
+    needed = list(map(Kind, *busy, *outside))
+    # Idle work at a few ticks is cheaper than compiling another loop.
+    pad_embed = sum(k[:3] == (True, False, False) for k in needed) <= 2 * S
+    pad_backward = sum(k[:2] == (False, True) and not k[4] for k in needed) <= 2 * S
+    for kind in needed:
+        if kind.forward and kind.backward:
+            # All work outside the stack or none: fewer kinds, so pairs can repeat.
+            any_outside = any(kind[2:])
+            kind = Kind(True, True, any_outside, any_outside, any_outside)
+        elif kind.forward and pad_embed:
+            kind = kind._replace(embed=True)
+        elif kind.backward and pad_backward:
+            kind = kind._replace(embed_backward=True)
+        kinds.append(kind)
     return kinds

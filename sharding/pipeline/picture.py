@@ -1,4 +1,4 @@
-"""Pictures of a schedule: stages down, ticks across, as text and as SVG."""
+"""Draws a schedule as text or SVG: one row per stage, one column per tick."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from .schedule import IDLE, Schedule
 from .simulate import simulate
 
-# Chunk 0 has the first shade, the last chunk the second.
+# The shades of the first and the last chunk.
 SHADES = {"forward": ("#14605c", "#8fcac4"), "backward": ("#a8430f", "#f3b98d")}
 PAPER, RULE, EMPTY, INK, SOFT = "#fbfaf7", "#dedad0", "#f0ede5", "#1f2328", "#69707a"
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif"
-# Ticks in one row of the SVG, and what it measures, in pixels.
 TICKS_IN_ROW = 80
+# Dimensions of the SVG in pixels.
 MARGIN, LEFT, HALF, GAP = 24, 62, 17, 5
 LEGEND, HEAD, AXIS, BETWEEN, MIN_WIDTH = 90, 116, 22, 18, 420
 
-Place = Callable[[int, int], tuple[int, int]]  # (tick, stage) to the corner of its cell
+Position = Callable[[int, int], tuple[int, int]]  # (tick, stage) to the cell's corner
 
 
 class Op(NamedTuple):
@@ -29,7 +29,7 @@ class Op(NamedTuple):
 
 
 def operations(schedule: Schedule) -> Iterator[Op]:
-    """Everything a schedule does, forwards first."""
+    """Yields every operation of a schedule, forwards first."""
     tables = {"forward": schedule.forward, "backward": schedule.backward}
     for kind, table in tables.items():
         for tick, row in enumerate(table.tolist()):
@@ -39,14 +39,14 @@ def operations(schedule: Schedule) -> Iterator[Op]:
 
 
 def text(schedule: Schedule, width: int = 100, *, color: bool = False) -> str:
-    """A row of forwards (F) and a row of backwards (B) for every stage.
+    """Returns text with a row of forwards (F) and of backwards (B) for every stage.
 
-    Where `width` has no room for all ticks, those in the middle are left out, and a
-    line says which.
+    If not all ticks fit into `width`, those in the middle are left out and named in a
+    line of their own.
 
     Args:
       width: of the longest line, in characters.
-      color: whether to paint the cells, with ANSI codes of 24 bits.
+      color: whether to color the cells with 24-bit ANSI codes.
     """
     S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     cells = {(op.kind, op.stage, op.tick): op for op in operations(schedule)}
@@ -56,13 +56,13 @@ def text(schedule: Schedule, width: int = 100, *, color: bool = False) -> str:
 
     def cell(kind: str, stage: int, tick: int | None) -> str:
         if tick is None:
-            return _CUT
+            return _ELLIPSIS
         op = cells.get((kind, stage, tick))
         if op is None:
             return f"{'.':>{size - 1}} "
         number = f"{op.microbatch}{_letter(op.chunk) if R > 1 else ''}"
-        words = f"{number:>{size - 1}} "
-        return _paint(words, _shade(kind, op.chunk, R)) if color else words
+        label = f"{number:>{size - 1}} "
+        return _paint(label, _shade(kind, op.chunk, R)) if color else label
 
     lines = [_axis(shown, size, margin)]
     for stage in range(S):
@@ -79,24 +79,24 @@ def text(schedule: Schedule, width: int = 100, *, color: bool = False) -> str:
     return "\n".join(lines)
 
 
-_CUT = "... "
+_ELLIPSIS = "... "
 
 
 def _shown(num_ticks: int, size: int, room: int) -> list[int | None]:
-    """The ticks that there is room for; None stands for those left out."""
+    """Returns the ticks that fit; None stands for those left out."""
     if num_ticks * size <= room:
         return list(range(num_ticks))
-    count = max((room - len(_CUT)) // size, 2)
+    count = max((room - len(_ELLIPSIS)) // size, 2)
     tail = count // 2
     return [*range(count - tail), None, *range(num_ticks - tail, num_ticks)]
 
 
 def _axis(shown: list[int | None], size: int, margin: int) -> str:
-    """The numbers of every fifth tick, each above the end of its cell."""
+    """Returns the axis: every fifth tick number, right-aligned above its cell."""
     line = f"{'tick':{margin}}"
     end = margin
     for tick in shown:
-        end += len(_CUT) if tick is None else size
+        end += len(_ELLIPSIS) if tick is None else size
         if tick is not None and tick % 5 == 0 and len(line) + len(str(tick)) < end:
             line = line.ljust(end - 1 - len(str(tick))) + str(tick)
     return line
@@ -113,22 +113,22 @@ def _shade(kind: str, chunk: int, num_chunks: int) -> bytes:
 
 
 def _ink(shade: bytes) -> bytes:
-    """Dark or light letters, whichever is read better on a shade."""
+    """Returns dark or light ink, whichever is more legible on a shade."""
     luminance = sum(w * c for w, c in zip((0.299, 0.587, 0.114), shade, strict=True))
     return bytes.fromhex("1f2328" if luminance > 140 else "ffffff")
 
 
-def _paint(words: str, shade: bytes) -> str:
+def _paint(label: str, shade: bytes) -> str:
     front, back = (";".join(map(str, rgb)) for rgb in (_ink(shade), shade))
-    return f"\x1b[38;2;{front};48;2;{back}m{words}\x1b[0m"
+    return f"\x1b[38;2;{front};48;2;{back}m{label}\x1b[0m"
 
 
 def svg(schedule: Schedule) -> str:
-    """A picture that stands for itself, with what each cell is as its tooltip.
+    """Returns a self-contained SVG picture, with a tooltip for each cell.
 
-    A tick with forwards and backwards is split on all stages, the forward above: a
-    stage that has only one of the two is idle in the other. Long schedules go on in a
-    further row.
+    A tick with both forwards and backwards is split on all stages, with the forward on
+    top: a stage with only one of the two is idle for the other half. Long schedules
+    wrap into further rows.
     """
     num_rows = -(-schedule.num_ticks // TICKS_IN_ROW)
     in_row = -(-schedule.num_ticks // num_rows)
@@ -136,7 +136,7 @@ def svg(schedule: Schedule) -> str:
     stage_height = 2 * HALF + GAP
     row_height = AXIS + schedule.num_stages * stage_height + BETWEEN
 
-    def place(tick: int, stage: int) -> tuple[int, int]:
+    def position(tick: int, stage: int) -> tuple[int, int]:
         row, column = divmod(tick, in_row)
         x = MARGIN + LEFT + column * cell
         return x, HEAD + row * row_height + AXIS + stage * stage_height
@@ -144,12 +144,12 @@ def svg(schedule: Schedule) -> str:
     parts = []
     for row in range(num_rows):
         ticks = range(row * in_row, min((row + 1) * in_row, schedule.num_ticks))
-        parts.append(_frame(schedule, ticks, place, cell))
-    parts.append(_cells(schedule, place, cell))
+        parts.append(_frame(schedule, ticks, position, cell))
+    parts.append(_cells(schedule, position, cell))
     legend, legend_width = _legend(schedule)
     width = 2 * MARGIN + max(LEFT + in_row * cell, legend_width, MIN_WIDTH)
     height = HEAD + num_rows * row_height - BETWEEN + MARGIN
-    title, time, memory = _words(schedule)
+    title, time, memory = _captions(schedule)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="{FONT}" role="img" '
@@ -163,28 +163,28 @@ def svg(schedule: Schedule) -> str:
     )
 
 
-def _words(schedule: Schedule) -> tuple[str, str, str]:
-    found = simulate(schedule)
-    R = found.num_chunks
-    stages = _many(found.num_stages, "stage")
-    microbatches = _many(found.num_microbatches, "microbatch", "es")
+def _captions(schedule: Schedule) -> tuple[str, str, str]:
+    sim = simulate(schedule)
+    R = sim.num_chunks
+    stages = _plural(sim.num_stages, "stage")
+    microbatches = _plural(sim.num_microbatches, "microbatch", "es")
     chunks = f" of {R} chunks" if R > 1 else ""
     return (
         f"{escape(schedule.name)}: {stages}{chunks}, {microbatches}",
-        # A tick costs what it holds, so the number of ticks is not the time.
-        f"{_many(found.num_ticks, 'tick')} in the time of {found.forward_ticks / R:g} "
-        f"forwards and {found.backward_ticks / R:g} backwards",
-        f"bubble {100 * found.bubble:.1f} %, at most "
-        f"{_many(found.slots, 'saved input')} on a stage",
+        # Ticks differ in cost, so the number of ticks is not the time.
+        f"{_plural(sim.num_ticks, 'tick')} in the time of {sim.forward_ticks / R:g} "
+        f"forwards and {sim.backward_ticks / R:g} backwards",
+        f"bubble {100 * sim.bubble:.1f} %, at most "
+        f"{_plural(sim.slots, 'saved input')} on a stage",
     )
 
 
-def _many(count: int, noun: str, plural: str = "s") -> str:
+def _plural(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{plural if count != 1 else ''}"
 
 
 def _legend(schedule: Schedule) -> tuple[str, int]:
-    """The swatches, and how wide they are."""
+    """Returns the legend and its width."""
     parts, x = [], MARGIN
     for kind in SHADES:
         for chunk in range(schedule.num_chunks):
@@ -192,9 +192,9 @@ def _legend(schedule: Schedule) -> tuple[str, int]:
             parts.append(_box(x, LEGEND, 16, 14, f"#{shade.hex()}"))
             x += 18
         chunks = f", chunks 0 to {schedule.num_chunks - 1}"
-        words = kind + (chunks if schedule.num_chunks > 1 else "")
-        parts.append(_label(x + 4, LEGEND + 11, words))
-        x += 26 + 7 * len(words)
+        label = kind + (chunks if schedule.num_chunks > 1 else "")
+        parts.append(_label(x + 4, LEGEND + 11, label))
+        x += 26 + 7 * len(label)
     parts += [
         _box(x, LEGEND, 16, 14, EMPTY),
         _label(x + 22, LEGEND + 11, "idle (bubble)"),
@@ -209,27 +209,27 @@ def _box(x: int, y: int, width: int, height: int, fill: str) -> str:
     )
 
 
-def _label(x: int, y: int, words: str) -> str:
-    return f'<text x="{x}" y="{y}" font-size="12" fill="{SOFT}">{words}</text>'
+def _label(x: int, y: int, label: str) -> str:
+    return f'<text x="{x}" y="{y}" font-size="12" fill="{SOFT}">{label}</text>'
 
 
-def _frame(schedule: Schedule, ticks: range, place: Place, cell: int) -> str:
-    """Names of stages and ticks, and the ground that shows where a stage is idle."""
-    axis = place(ticks.start, 0)[1] - 6
+def _frame(schedule: Schedule, ticks: range, position: Position, cell: int) -> str:
+    """Returns the stage and tick labels, and the background of idle cells."""
+    axis = position(ticks.start, 0)[1] - 6
     parts = [_label(MARGIN, axis, "tick")]
     for stage in range(schedule.num_stages):
-        x, y = place(ticks.start, stage)
+        x, y = position(ticks.start, stage)
         parts.append(_label(MARGIN, y + HALF + 4, f"stage {stage}"))
         parts.append(_box(x, y, len(ticks) * cell - 1, 2 * HALF, EMPTY))
     parts.append(f'<g font-size="10" fill="{SOFT}" text-anchor="middle">')
     for tick in ticks:
         if tick % 5 == 0 or tick == ticks.start:
-            x, _ = place(tick, 0)
+            x, _ = position(tick, 0)
             parts.append(f'<text x="{x + cell // 2}" y="{axis}">{tick}</text>')
     return f"{''.join(parts)}</g>\n"
 
 
-def _cells(schedule: Schedule, place: Place, cell: int) -> str:
+def _cells(schedule: Schedule, position: Position, cell: int) -> str:
     ops = list(operations(schedule))
     split_ticks = set.intersection(
         *({op.tick for op in ops if op.kind == kind} for kind in SHADES)
@@ -242,7 +242,7 @@ def _cells(schedule: Schedule, place: Place, cell: int) -> str:
         numbers = []
         parts.append(f'<g fill="#{shade.hex()}">')
         for op in (op for op in ops if (op.kind, op.chunk) == (kind, chunk)):
-            x, y = place(op.tick, op.stage)
+            x, y = position(op.tick, op.stage)
             split = op.tick in split_ticks
             y += HALF if split and kind == "backward" else 0
             height = HALF - 1 if split else 2 * HALF

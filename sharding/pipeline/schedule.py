@@ -1,13 +1,12 @@
 """Schedules as data: which stage does what at which tick. Numpy only.
 
-A stack of layers is cut over S stages, and on each stage into R chunks: chunk r of
-stage s is the part r * S + s of the stack, so a microbatch goes round the ring of
-stages R times. At every tick a stage does at most one forward and one backward of a
-chunk for a microbatch, the forward first; what it computes at one tick its neighbour
-uses at the next.
+A stack of layers is divided into S stages with R chunks each. Chunk r of stage s is
+part r * S + s of the stack, so a microbatch goes around the ring of stages R times. At
+every tick, a stage does at most one forward and one backward, each of one chunk for one
+microbatch, the forward first. Its neighbor uses the results at the next tick.
 
-  gpipe        every forward, then every backward: saved inputs grow with microbatches
-  1f1b         a backward as soon as there is one: at most 2S - 1 saved inputs
+  gpipe        all forwards, then all backwards: saved inputs grow with microbatches
+  1f1b         each backward as early as possible: at most 2S - 1 saved inputs
   interleaved  1f1b with R chunks: the bubble is R times smaller, at most 2RS - 1 saved
 """
 
@@ -28,9 +27,9 @@ class Schedule:
     """A table of operations.
 
     Attributes:
-      num_chunks: chunks of layers that each stage holds (R).
-      forward: [tick, stage, (microbatch, chunk)], IDLE where a stage does no forward.
-      backward: the same for backwards; done after the forward of the same tick.
+      num_chunks: chunks of layers on each stage (R).
+      forward: [tick, stage, (microbatch, chunk)], IDLE if a stage does no forward.
+      backward: the same for backwards, which follow the forward of the same tick.
     """
 
     name: str
@@ -49,16 +48,17 @@ class Schedule:
 
     @functools.cached_property
     def slots(self) -> np.ndarray:
-        """[stage, microbatch, chunk]: where the input of a forward waits for its
-        backward. A stage uses the lowest place that is free.
+        """The slot of each saved input, [stage, microbatch, chunk].
+
+        An input waits in its slot for its backward. A stage uses the lowest free slot.
         """
         R = self.num_chunks
         shape = self.num_stages, self.num_microbatches, R
         slots = np.full(shape, IDLE)
         for stage in range(self.num_stages):
             free: list[int] = []
-            used, places = 0, {}
-            # One number for each chunk of each microbatch, as lists of plain numbers.
+            used, assigned = 0, {}
+            # Each pair of microbatch and chunk as one integer.
             tables = (self.forward[:, stage], self.backward[:, stage])
             ids = [
                 np.where(m == IDLE, IDLE, m * R + r) for m, r in (t.T for t in tables)
@@ -67,17 +67,17 @@ class Schedule:
                 if start != IDLE:
                     if not free:
                         free, used = [used], used + 1
-                    places[start] = heapq.heappop(free)
+                    assigned[start] = heapq.heappop(free)
                 if end != IDLE:
-                    heapq.heappush(free, places[end])
-            slots[stage].flat[list(places)] = list(places.values())
+                    heapq.heappush(free, assigned[end])
+            slots[stage].flat[list(assigned)] = list(assigned.values())
         return slots
 
     @functools.cached_property
     def num_slots(self) -> int:
-        """Saved inputs of the stage that has most of them at once.
+        """The largest number of inputs that any stage has saved at once.
 
-        An input waits from its forward up to and with the tick of its backward.
+        An input is saved from its forward through the tick of its backward.
         """
         begun, done = (t[..., 0] != IDLE for t in (self.forward, self.backward))
         waiting = np.cumsum(begun, axis=0) - np.cumsum(done, axis=0) + done
@@ -87,30 +87,34 @@ class Schedule:
 def make(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None
 ) -> Schedule:
-    """The schedule of that name. `num_chunks` is for interleaved only, and 2 there."""
+    """Returns the schedule of that name.
+
+    Args:
+      num_chunks: for interleaved only, default 2.
+    """
     if name not in NAMES:
-        raise ValueError(f"schedule {name!r} is unknown; there are {', '.join(NAMES)}")
+        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, got {name!r}")
     for what, value in (
         ("stages", num_stages),
         ("microbatches", num_microbatches),
         ("chunks", 1 if num_chunks is None else num_chunks),
     ):
         if value < 1:
-            raise ValueError(f"a schedule needs at least 1 of {what}, got {value}")
+            raise ValueError(f"the number of {what} must be >= 1, got {value}")
     if name != "interleaved" and num_chunks not in (None, 1):
         raise ValueError(
-            f"schedule {name} has one chunk of layers a stage, but {num_chunks} were "
-            "asked for. Leave chunks unset, or take schedule interleaved."
+            f"schedule {name} has one chunk of layers per stage, got {num_chunks}. "
+            "Leave chunks unset, or use schedule interleaved."
         )
     S, M = num_stages, num_microbatches
     R = (num_chunks or 2) if name == "interleaved" else 1
     m, r, s = np.meshgrid(np.arange(M), np.arange(R), np.arange(S), indexing="ij")
-    # Microbatches go round in groups of S: group g starts when the one before it has
+    # Microbatches go around in groups of S. A group starts when the previous one has
     # left stage 0 for the last time.
-    group, place = m // S * R * S, m % S
-    forward = group + r * S + place + s
+    group, offset = m // S * R * S, m % S
+    forward = group + r * S + offset + s
     first = forward.max() + 1 if name == "gpipe" else R * S - 1
-    backward = first + group + (R - 1 - r) * S + place + (S - 1 - s)
+    backward = first + group + (R - 1 - r) * S + offset + (S - 1 - s)
     num_ticks = int(backward.max()) + 1
     tables = np.full((2, num_ticks, S, 2), IDLE)
     for table, tick in zip(tables, (forward, backward), strict=True):
@@ -119,56 +123,55 @@ def make(
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ValueError unless every operation stands once, right after its source."""
+    """Raises ValueError unless each operation occurs once, one tick after its input."""
     S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     ticks = {}
     for kind, table in (("forward", schedule.forward), ("backward", schedule.backward)):
         if table.shape != (schedule.num_ticks, S, 2):
             raise ValueError(
-                f"schedule {schedule.name}: its table of {kind}s must have the shape "
+                f"schedule {schedule.name}: the table of {kind}s must have the shape "
                 f"[{schedule.num_ticks} ticks, {S} stages, 2], got {table.shape}"
             )
         tick, stage = np.nonzero(table[..., 0] != IDLE)
         m, r = table[tick, stage].T
-        inside = (m >= 0) & (m < M) & (r >= 0) & (r < R)
-        places = ((m * R + r) * S + stage)[inside]
-        counts = np.bincount(places, minlength=M * R * S)
-        if not inside.all() or np.any(counts != 1):
-            different = np.unique(np.stack([m, r, stage]), axis=1).shape[1]
+        valid = (m >= 0) & (m < M) & (r >= 0) & (r < R)
+        ids = ((m * R + r) * S + stage)[valid]
+        counts = np.bincount(ids, minlength=M * R * S)
+        if not valid.all() or np.any(counts != 1):
+            distinct = np.unique(np.stack([m, r, stage]), axis=1).shape[1]
             raise ValueError(
                 f"schedule {schedule.name}: expected each {kind} of {M} microbatches, "
-                f"{R} chunks and {S} stages once, found {len(tick)} operations, "
-                f"{different} of them different"
+                f"{R} chunks and {S} stages exactly once, found {len(tick)} "
+                f"operations, {distinct} of them distinct"
             )
         ticks[kind] = np.zeros((M, R * S), int)
         ticks[kind][m, r * S + stage] = tick
     forward, backward = ticks["forward"], ticks["backward"]
-    early = np.zeros((M, 1), bool)
+    no_input = np.zeros((M, 1), bool)  # the first operation of each microbatch
     _refuse(
         schedule,
-        np.concatenate([early, forward[:, 1:] != forward[:, :-1] + 1], axis=1),
-        "its forward must follow one tick after {before}",
+        np.concatenate([no_input, forward[:, 1:] != forward[:, :-1] + 1], axis=1),
+        "its forward must come one tick after that of {before}",
     )
     _refuse(
         schedule,
-        np.concatenate([backward[:, :-1] != backward[:, 1:] + 1, early], axis=1),
-        "its backward must follow one tick after {after}",
+        np.concatenate([backward[:, :-1] != backward[:, 1:] + 1, no_input], axis=1),
+        "its backward must come one tick after that of {after}",
     )
     _refuse(schedule, backward < forward, "its backward comes before its forward")
 
 
 def _refuse(schedule: Schedule, wrong: np.ndarray, why: str) -> None:
-    """Raises for the first operation that is wrong; [microbatch, part of the stack]."""
+    """Raises ValueError for the first True of `wrong`, [microbatch, part of stack]."""
     if not wrong.any():
         return
     m, part = map(int, np.argwhere(wrong)[0])
     S = schedule.num_stages
 
-    def place(part: int) -> tuple[int, int, int]:
-        return m, part // S, part % S
+    def label(part: int) -> str:
+        return f"microbatch {m}, chunk {part // S}, stage {part % S}"
 
-    _, r, s = place(part)
     raise ValueError(
-        f"schedule {schedule.name}: microbatch {m}, chunk {r}, stage {s}: "
-        + why.format(before=place(part - 1), after=place(part + 1))
+        f"schedule {schedule.name}: {label(part)}: "
+        + why.format(before=label(part - 1), after=label(part + 1))
     )

@@ -1,24 +1,24 @@
-"""What a schedule costs, read from its tables before anything is compiled.
+"""Computes the cost of a schedule from its tables, before anything is compiled.
 
-All stages keep step: at a tick at which any stage does a forward, every stage runs one
-(masked where it has none), and the same for backwards. The unit of cost is a forward of
-one microbatch through all layers of a stage. One chunk of R costs 1/R of these:
+All stages run in lockstep: at a tick where any stage does a forward, every stage runs
+one (masked if it has no microbatch); the same holds for backwards. The unit of cost is
+a forward of one microbatch through all layers of a stage. One of R chunks costs 1/R:
 
   remat                  forward  backward  what it keeps for the backward
   none                      1        2      all values of the chunks in flight
   save-named, save-dots     1        3      their inputs; the policy's values of one
   full                      1        4      their inputs; the layer inputs of one
-  full, chunks of a layer   1        3      their inputs
+  full, one-layer chunks    1        3      their inputs
 
 Each forward sends one activation to the next stage over every link of the ring, each
-backward one to the stage before. The work outside the blocks is cut over the stages.
+backward one to the previous stage. The stages share the work outside the blocks.
 
-Weights that are cut over fsdp are gathered whole in one of two ways:
+Weights that are sharded over fsdp are gathered in one of two ways:
 
-  gather      remat    in a forward  in a backward  reduce-scatters    whole at once
-  step        any           1 in the whole step      1 at its end      the stage
-  microbatch  none          1              1         1 in a backward   one layer
-  microbatch  others        1              2         1 in a backward   one layer
+  gather      remat    per forward   per backward    reduce-scatters    gathered at once
+  step        any            1 per step              1 at its end       the stage
+  microbatch  none          1              1         1 per backward     one layer
+  microbatch  others        1              2         1 per backward     one layer
 
 A backward that recomputes loops over the layers twice, and each loop gathers.
 """
@@ -35,23 +35,23 @@ from .schedule import IDLE, NAMES, Schedule, make
 Gather = Literal["step", "microbatch"]
 GATHERS: tuple[Gather, ...] = get_args(Gather)
 BACKWARD_COST = {"none": 2, "save-named": 3, "save-dots": 3, "full": 4}
-# Of the embedding to stage 0 and of its gradient back, of the last hidden state from
-# the last stage and of its gradient back.
+# The embedding to stage 0, its gradient back, the output of the last stage, and its
+# gradient back.
 BOUNDARY_TRANSFERS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What one device holds; None where it is not known.
+    """Sizes on one device; None if unknown.
 
     Attributes:
       activation_bytes: of one microbatch between two blocks.
       residual_bytes: by remat policy, what one layer keeps of one microbatch for its
-        backward, its input included. `full` needs that of `none`, for the one layer
+        backward, its input included. `full` uses the entry of `none`, for the one layer
         whose backward runs.
-      weight_bytes: of one stage, all parts over fsdp together, in float32. Gathered
+      weight_bytes: the weights of one stage in float32, not sharded over fsdp. Gathered
         copies and gradients are counted in float32 too.
-      fsdp: parts that weights are cut into.
+      fsdp: the number of shards of each weight.
     """
 
     activation_bytes: int | None = None
@@ -64,27 +64,27 @@ class Sizes:
         for policy in self.residual_bytes:
             if policy not in BACKWARD_COST or policy == "full":
                 raise ValueError(
-                    f"residual_bytes of {policy!r}: give those of none, save-named or "
-                    "save-dots; full uses those of none"
+                    "residual_bytes: policies must be none, save-named or save-dots "
+                    f"(full uses the entry of none), got {policy!r}"
                 )
         sizes = {**vars(self), **self.residual_bytes}
         del sizes["residual_bytes"]
         for name, value in sizes.items():
             if value is not None and value < 1:
-                raise ValueError(f"size {name} must be at least 1, got {value}")
+                raise ValueError(f"size {name} must be >= 1, got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on a device at the peak; None where a size it needs was not given.
+    """Bytes on a device at the peak; None if a size it needs was not given.
 
     Attributes:
       inputs: chunk inputs that wait for their backward, and under `full` the inputs of
-        the layers of the chunk whose backward runs. Under `none` a chunk's input is
-        among its residuals, and its output, which the head reads, stands here.
-      residuals: `kept_layers` layers' values.
-      weights: the stored part, and what is gathered of the others at once.
-      gradients: the sums, and what is not reduced yet.
+        the layers of the chunk whose backward runs. Under `none`, a chunk's input is
+        among its residuals, and its output, which the head reads, is counted here.
+      residuals: the residuals of `kept_layers` layers.
+      weights: the stored shard, and the weights that are gathered at once.
+      gradients: the sums, and the gradients not reduced yet.
     """
 
     inputs: int | None
@@ -95,12 +95,12 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that a device sends in one step; None where a size was not given.
+    """Bytes that a device sends in one step; None if a size was not given.
 
     Attributes:
-      ring: to both neighbours together, in bubbles too.
-      boundary: useful transfers of the embedding and the head.
-      weights: gathers and reduce-scatters over fsdp, of (fsdp - 1) / fsdp each.
+      ring: to both neighbors together, bubbles included.
+      boundary: transfers of the embedding and the head, bubbles excluded.
+      weights: gathers and reduce-scatters over fsdp, each of (fsdp - 1) / fsdp of them.
     """
 
     ring: int | None
@@ -110,20 +110,21 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What one step of a schedule costs on every stage.
+    """The cost of one step of a schedule, on every stage.
 
     Attributes:
       forward_ticks, backward_ticks: ticks at which any stage does one.
-      cost: in forwards of a microbatch through a stage; `ideal` is without bubbles.
-      live: by stage, the most inputs that wait for their backward at once.
-      slots: places that every stage has for them.
-      layer_inputs: inputs of layers that are kept beside them (`full` only); None, as
-        `kept_layers`, where the number of layers was not given.
-      kept_layers: layers of which values are kept at once, one microbatch each.
-      sends: activations over each link of the ring, forward and back.
+      cost: in forwards of a microbatch through a stage.
+      ideal: the cost without bubbles.
+      live: for each stage, the largest number of inputs that wait for their backward.
+      slots: slots for these inputs on every stage.
+      layer_inputs: layer inputs kept besides them (`full` only). None if the number of
+        layers was not given, like `kept_layers`.
+      kept_layers: layers whose values are kept at once, for one microbatch each.
+      sends: activations over each link of the ring, (forward, backward).
       boundary_transfers: each of (stages - 1) / stages of an activation.
-      weight_gathers: of a stage's weights, in bubbles too; `weight_scatters` of its
-        gradients.
+      weight_gathers: gathers of a stage's weights, bubbles included.
+      weight_scatters: reduce-scatters of its gradients, bubbles included.
     """
 
     name: str
@@ -150,17 +151,17 @@ class Simulation:
 
     @property
     def recomputes_once(self) -> bool:
-        """Whether full remat is one layer computed again from its chunk's input."""
+        """Whether full remat recomputes a chunk of one layer, once."""
         return self.remat == "full" and self.layer_inputs == 1
 
     @property
     def backward_cost(self) -> int:
-        """Of one microbatch through a stage, in forwards."""
+        """Cost of a backward of one microbatch through a stage, in forwards."""
         return backward_cost(self.remat, self.layer_inputs)
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a stage has nothing useful to do."""
+        """Fraction of the step in which a stage is idle."""
         return (self.cost - self.ideal) / self.cost
 
     @property
@@ -169,13 +170,17 @@ class Simulation:
         return self.cost / self.ideal
 
     def to_json(self) -> dict:
-        """All of it, for json.dumps."""
+        """Returns all fields and properties, for json.dumps."""
         shares = {"bubble": self.bubble, "ratio": self.ratio}
         return {**dataclasses.asdict(self), **shares}
 
 
 def backward_cost(remat: str, layers: int | None) -> int:
-    """In forwards; `layers` are those of a chunk, if they are known."""
+    """Returns the cost of a backward in forwards.
+
+    Args:
+      layers: layers of a chunk, None if unknown.
+    """
     return BACKWARD_COST[remat] - (remat == "full" and layers == 1)
 
 
@@ -186,21 +191,19 @@ def simulate(
     gather: str = "step",
     sizes: Sizes | None = None,
 ) -> Simulation:
-    """Counts one step of a schedule; bytes are known as far as `sizes` are."""
+    """Computes the cost of one step of a schedule; bytes are None without `sizes`."""
     for what, name, names in (
         ("remat", remat, BACKWARD_COST),
         ("gather", gather, GATHERS),
     ):
         if name not in names:
-            raise ValueError(
-                f"{what} {name!r} is unknown; there are {', '.join(names)}"
-            )
+            raise ValueError(f"{what} must be one of {', '.join(names)}, got {name!r}")
     sizes = sizes or Sizes()
     S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     forwards = schedule.forward[..., 0] != IDLE
     backwards = schedule.backward[..., 0] != IDLE
     F, B = (int(busy.any(axis=1).sum()) for busy in (forwards, backwards))
-    # An input lives from its forward up to and with the tick of its backward.
+    # An input is live from its forward through the tick of its backward.
     live = np.cumsum(forwards, axis=0) - np.cumsum(backwards, axis=0) + backwards
 
     layers, slots = _layers_of_a_chunk(schedule, sizes), schedule.num_slots
@@ -212,12 +215,13 @@ def simulate(
     boundary = BOUNDARY_TRANSFERS * M if S > 1 else 0
     gathers = scatters = 1.0
     if gather == "microbatch":
-        # A backward computes its layers, and each of several again for its gradient.
+        # A backward recomputes its layers; with more than one, each is recomputed
+        # again for its gradient.
         in_a_backward = 1 if remat == "none" or layers == 1 else 2
         gathers = (F + B * in_a_backward) / R
         scatters = B / R
     weights, gradients = _weight_memory(sizes, gather)
-    whole, ways = sizes.weight_bytes, sizes.fsdp
+    ways = sizes.fsdp
     return Simulation(
         name=schedule.name,
         num_stages=S,
@@ -247,7 +251,7 @@ def simulate(
         traffic=Traffic(
             ring=_product(sum(sends), sizes.activation_bytes),
             boundary=_product(boundary, sizes.activation_bytes, (S - 1) / S),
-            weights=_product(gathers + scatters, whole, (ways - 1) / ways),
+            weights=_product(gathers + scatters, sizes.weight_bytes, (ways - 1) / ways),
         ),
     )
 
@@ -260,9 +264,10 @@ def compare(
     names: Sequence[str] = NAMES,
     **settings,
 ) -> tuple[Simulation, ...]:
-    """Schedules side by side; `num_chunks` is that of interleaved.
+    """Simulates several schedules.
 
     Args:
+      num_chunks: for interleaved.
       settings: as for `simulate`.
     """
     chunks = {"interleaved": num_chunks}
@@ -279,14 +284,14 @@ def best_microbatches(
     allowed: Sequence[int],
     goal: float = 0.1,
 ) -> int:
-    """The smallest allowed count with a bubble of at most `goal`.
+    """Returns the smallest allowed number of microbatches with bubble <= `goal`.
 
-    Where none has that, the one with the smallest bubble.
+    If there is none, returns the one with the smallest bubble.
     """
     if not allowed:
         raise ValueError(
-            f"no number of microbatches is allowed for schedule {name} with "
-            f"{num_stages} stages; allow at least one"
+            f"schedule {name} with {num_stages} stages: allowed must list at least one "
+            "number of microbatches, got none"
         )
     bubbles = {}
     for count in sorted(allowed):
@@ -300,24 +305,24 @@ def _layers_of_a_chunk(schedule: Schedule, sizes: Sizes) -> int | None:
     layers, R = sizes.layers_per_stage, schedule.num_chunks
     if layers is not None and layers % R:
         raise ValueError(
-            f"schedule {schedule.name}: {layers} layers a stage cannot be cut into {R} "
-            "chunks. Take a number of chunks that divides the layers."
+            f"schedule {schedule.name}: {layers} layers per stage cannot be divided "
+            f"into {R} chunks. Use a number of chunks that divides the layers."
         )
     return None if layers is None else layers // R
 
 
 def _weight_memory(sizes: Sizes, gather: str) -> tuple[int | None, int | None]:
-    """Bytes of the weights and of the gradients of a stage on one device."""
-    whole, layers = sizes.weight_bytes, sizes.layers_per_stage
-    if whole is None or sizes.fsdp == 1:
-        return whole, whole
-    part = whole / sizes.fsdp
+    """Returns the bytes of a stage's weights and gradients on one device."""
+    full, layers = sizes.weight_bytes, sizes.layers_per_stage
+    if full is None or sizes.fsdp == 1:
+        return full, full
+    shard = full / sizes.fsdp
     if gather == "step":
-        return round(part + whole), whole
+        return round(shard + full), full
     if layers is None:
         return None, None
-    # Gradients are summed where they are stored; one layer's are whole before that.
-    return round(part + whole / layers), round(part + whole / layers)
+    # Gradients are accumulated sharded; those of one layer are unsharded before that.
+    return round(shard + full / layers), round(shard + full / layers)
 
 
 def _product(*factors: float | None) -> int | None:

@@ -1,4 +1,4 @@
-"""What a pipeline asks of a model: equal blocks in a stack, and what is around it."""
+"""The interface of a model to a pipeline: a stack of equal blocks, embed and head."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,46 +15,46 @@ Sums = dict[str, jax.Array]
 class Stack(Protocol):
     """A model as embed, a stack of blocks, and head.
 
-    The parameters are a dict; `blocks` is the key of the stacked blocks in it, each
-    array [layer, ...]. What remains of the dict is the parameters outside.
+    The parameters are a dict. Its entry `blocks` holds the stacked blocks, each array
+    [layer, ...]. The other entries are the parameters outside the blocks.
 
     Attributes:
       blocks: the key of the stacked blocks.
-      axes: logical names of what goes from block to block, one array.
-      cut: the dimension along which work outside the blocks may be divided, the same
-        in that array and in every array of a batch: 0 (examples), or 1 where embed and
-        head treat each position for itself.
+      axes: the logical axes of the array that passes from block to block.
+      split_dim: the dimension along which work outside the blocks is divided among the
+        stages, in that array and in every array of a batch: 0 (examples), or 1 if embed
+        and head treat each position independently.
       remat: what the backward pass recomputes, a key of simulate.BACKWARD_COST. Under
-        "none" it uses what the forward of the microbatch kept; otherwise the stage is
-        computed again from its input, and `rematerialize` says what is kept then.
-      dtype: the type in which all weights of two dimensions and more are computed with,
-        so that they travel as that; None for the type they are stored in.
+        "none", the backward uses the residuals of the forward. Otherwise it recomputes
+        the stage from its input, and `rematerialize` decides what that saves.
+      dtype: the type that weights of two or more dimensions are cast to for
+        computation, before they are gathered; None for the stored type.
     """
 
     blocks: str
     axes: Axes
-    cut: int
+    split_dim: int
     remat: str
     dtype: Any
 
     def complete(self, batch: Batch) -> Batch:
-        """The batch with what the parts below would otherwise make up."""
+        """Returns the batch with the arrays that embed, block and head derive."""
         ...
 
     def embed(self, outside: Any, batch: Batch, shard: Sharder) -> jax.Array:
-        """The input of the first block."""
+        """Returns the input of the first block."""
         ...
 
     def block(
         self, params: Any, x: jax.Array, batch: Batch, shard: Sharder
     ) -> jax.Array:
-        """One block, of parameters without the layer dimension."""
+        """Applies one block. Its parameters have no layer dimension."""
         ...
 
     def head(self, outside: Any, x: jax.Array, batch: Batch, shard: Sharder) -> Any:
-        """(sum to differentiate, its weight, {name: other sum}), as a model's loss."""
+        """Returns (loss sum, its weight, {name: other sum}), as a model's loss does."""
         ...
 
     def rematerialize(self, body: Callable) -> Callable:
-        """Wraps the body of a scan over blocks; not called under "none"."""
+        """Wraps the body of a scan over blocks. Not called under "none"."""
         ...

@@ -1,12 +1,12 @@
-"""What the stages do at a tick, seen from one of them.
+"""The per-tick program of one stage.
 
-At a tick all stages do the same kinds of work on microbatches of their own, as the
-schedule's rows say. A stage that has none computes all the same, and its result is not
-used. Activations go round the ring of stages, gradients the other way.
+At a tick, all stages do the same kinds of work, each on its own microbatch from the
+rows of the schedule. A stage without a microbatch computes too, and its result is
+discarded. Activations go around the ring of stages, gradients the other way.
 
-Embedding, head and loss are divided among the stages: each takes 1/S of a microbatch.
-The stage at an end of the ring that has the whole, and the stages that have the parts,
-exchange them by one all-to-all each way, which carries embedding and head together.
+The stages share embedding, head and loss: each takes 1/S of a microbatch. One
+all-to-all each way exchanges these parts with the first and last stage, which need the
+full microbatch. It carries embedding and head together.
 """
 
 import functools
@@ -22,7 +22,7 @@ from .chunks import Chunks
 from .loops import Kind, Loop, Rows
 from .schedule import IDLE, Schedule
 from .stack import Batch, Stack
-from .weights import in_pieces
+from .weights import keep_sharded
 
 PIPE = "pipe"
 Carry = dict[str, Any]
@@ -32,12 +32,13 @@ class Ticks:
     """The program of one stage.
 
     Args:
-      outside: parameters outside the blocks, and `plans` a Weight for each.
+      outside: the parameters outside the blocks.
+      layouts: a WeightLayout for each of them.
       batch: this device's rows, [microbatches, microbatch size, ...].
-      flat: names of its arrays that no other axis of the mesh cuts.
+      flat: names of batch arrays that are sharded along rows only.
       training: whether there are backwards.
-      bubble: a value put in place of every input that is no microbatch's. It must not
-        change any result; for tests.
+      bubble: for tests, a value that replaces every input without a microbatch. It must
+        not change any result.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Ticks:
         schedule: Schedule,
         chunks: Chunks,
         outside: Any,
-        plans: Any,
+        layouts: Any,
         batch: Batch,
         shard: Sharder,
         *,
@@ -55,7 +56,7 @@ class Ticks:
         bubble: float | None = None,
     ):
         self._stack, self._chunks, self._shard = stack, chunks, shard
-        self._outside, self._plans = outside, plans
+        self._outside, self._layouts = outside, layouts
         self._batch, self._flat = batch, flat
         self._schedule, self._training, self._bubble = schedule, training, bubble
         self._stage = lax.axis_index(PIPE)
@@ -64,18 +65,20 @@ class Ticks:
         self._up = [(s, (s - 1) % S) for s in range(S)]
 
     def start(self) -> Carry:
-        """What goes from tick to tick, all zero.
+        """Returns the initial carry of the ticks, all zeros.
 
-        fed: the embedding that stage 0 takes next
-        arrived: what the stage before computed
-        returned: the gradient that the stage after computed
-        left: the gradient of this stage's own input
+        Its activations and their gradients:
+
+          fed: the embedding of the next microbatch, for stage 0
+          arrived: the output of the previous stage
+          returned: the gradient of this stage's output, from the next stage
+          left: the gradient of this stage's input
         """
 
         def shapes():
             batch = self._part(0)
             part = self._embed(self._outside, batch)
-            x = jnp.concatenate([part] * self._num, axis=self._stack.cut)
+            x = jnp.concatenate([part] * self._num, axis=self._stack.split_dim)
             kept = self._chunks.forward(0, x, self._microbatch(0))[1]
             return x, self._head(self._outside, part, batch)[1], kept
 
@@ -138,15 +141,17 @@ class Ticks:
         return carry, None
 
     def _outside_work(self, kind: Kind, carry: Carry, y, row: Rows):
-        """(carry, gradient for the last stage or None): embedding, head and loss."""
+        """Runs embedding, head and loss.
+
+        Returns the carry, and the gradient for the last stage or None.
+        """
         last = self._num - 1
-        whole = {}
+        inputs, results = {}, {}  # by stage
         if kind.embed_backward:
-            whole[0] = carry["left"]
+            inputs[0] = carry["left"]
         if kind.head:
-            whole[last] = y
-        parts = self._scatter(whole) if whole else {}
-        answers = {}
+            inputs[last] = y
+        parts = self._scatter(inputs) if inputs else {}
         if kind.embed_backward:
             m = row.embed_backward
             batch = self._part(m)
@@ -158,18 +163,18 @@ class Ticks:
             head = functools.partial(self._head, batch=self._part(m))
             if self._training:
                 grad = jax.grad(head, argnums=(0, 1), has_aux=True)
-                (grad, answers[last]), sums = grad(self._outside, y)
+                (grad, results[last]), sums = grad(self._outside, y)
                 carry["outside"] = _add(carry["outside"], grad, m != IDLE)
             else:
                 sums = head(self._outside, y)[1]
             carry["sums"] = _add(carry["sums"], sums, m != IDLE)
         if kind.embed:
             x = self._embed(self._outside, self._part(row.embed))
-            answers[0] = self._mark(x, row.embed)
-        gathered = self._gather(answers) if answers else None
+            results[0] = self._mark(x, row.embed)
+        gathered = self._gather(results) if results else None
         if kind.embed:
             carry["fed"] = gathered
-        return carry, gathered if last in answers else None
+        return carry, gathered if last in results else None
 
     def _embed(self, outside: Any, batch: Batch) -> jax.Array:
         return self._stack.embed(self._late(outside), batch, self._shard)
@@ -182,25 +187,25 @@ class Ticks:
 
     def _late(self, outside: Any) -> Any:
         return jax.tree.map(
-            lambda plan, w: plan.gather(w, late=True), self._plans, outside
+            lambda layout, w: layout.gather(w, late=True), self._layouts, outside
         )
 
     def _microbatch(self, m) -> Batch:
-        """Microbatch m, or any where m is IDLE."""
-        at = jnp.maximum(m, 0)
+        """Returns microbatch m, or an arbitrary one if m is IDLE."""
+        index = jnp.maximum(m, 0)
 
         def one(name: str, x: jax.Array) -> jax.Array:
-            # As one row each: of [microbatch, row, place] the compiler for TPUs makes a
-            # copy with rows padded to 128, of all microbatches at once.
+            # Flattened to one row per microbatch: from [microbatch, row, position], XLA
+            # for TPU makes a copy of all microbatches with rows padded to 128.
             rows = x.reshape(len(x), -1) if name in self._flat else x
-            row = lax.dynamic_index_in_dim(rows, at, 0, keepdims=False)
+            row = lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
             return self._mark(row.reshape(x.shape[1:]), m)
 
         return {name: one(name, x) for name, x in self._batch.items()}
 
     def _part(self, m) -> Batch:
-        """This stage's part of a microbatch."""
-        dim = self._stack.cut + 1
+        """Returns this stage's part of a microbatch."""
+        dim = self._stack.split_dim + 1
 
         def one(x):
             return lax.dynamic_index_in_dim(
@@ -210,41 +215,41 @@ class Ticks:
         return jax.tree.map(one, self._microbatch(m))
 
     def _divide(self, x: jax.Array) -> jax.Array:
-        """[..., N, ...] as [..., N / S, S, ...]: part s takes places s, s + S, ...
+        """Reshapes [..., N, ...] to [..., N / S, S, ...]; part s has s, s + S, ...
 
-        So a dimension that is cut over other axes of the mesh is divided without
-        moving between devices.
+        With this order, a dimension that is sharded over other mesh axes is divided
+        without moving data between devices.
         """
-        cut, S = self._stack.cut, self._num
-        return x.reshape(*x.shape[:cut], x.shape[cut] // S, S, *x.shape[cut + 1 :])
+        dim, S = self._stack.split_dim, self._num
+        return x.reshape(*x.shape[:dim], x.shape[dim] // S, S, *x.shape[dim + 1 :])
 
-    def _scatter(self, whole: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        """Gives each stage its part of what the named stages have."""
-        stages, arrays = zip(*whole.items(), strict=True)
+    def _scatter(self, inputs: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """Returns this stage's part of each input; keys are the stages that have it."""
+        stages, arrays = zip(*inputs.items(), strict=True)
         x = arrays[0]
         if len(arrays) == 2:
             x = jnp.where(self._stage == stages[0], *arrays)
         parts = self._exchange(self._divide(x))
-        dim = self._stack.cut + 1
+        dim = self._stack.split_dim + 1
         return {s: lax.index_in_dim(parts, s, dim, keepdims=False) for s in stages}
 
     def _gather(self, parts: dict[int, jax.Array]) -> jax.Array:
-        """Gives each named stage the whole of the parts meant for it."""
-        nothing = jnp.zeros_like(next(iter(parts.values())))
-        cut = self._stack.cut
-        sent = [parts.get(s, nothing) for s in range(self._num)]
-        x = self._exchange(jnp.stack(sent, axis=cut + 1))
-        shape = (*x.shape[:cut], x.shape[cut] * self._num, *x.shape[cut + 2 :])
+        """Joins the parts of all stages on the stages that are keys of `parts`."""
+        zeros = jnp.zeros_like(next(iter(parts.values())))
+        dim = self._stack.split_dim
+        sent = [parts.get(s, zeros) for s in range(self._num)]
+        x = self._exchange(jnp.stack(sent, axis=dim + 1))
+        shape = (*x.shape[:dim], x.shape[dim] * self._num, *x.shape[dim + 2 :])
         return x.reshape(shape)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        dim, axes = self._stack.cut + 1, self._stack.axes
+        dim, axes = self._stack.split_dim + 1, self._stack.axes
 
         def exchange(x):
             return lax.all_to_all(x, PIPE, split_axis=dim, concat_axis=dim, tiled=True)
 
         rest = self._shard.spec(x.shape, (*axes[:dim], None, *axes[dim:]))
-        return in_pieces(exchange, x, rest, moved=[dim])
+        return keep_sharded(exchange, x, rest, moved=[dim])
 
     def _mark(self, x: jax.Array, m) -> jax.Array:
         if self._bubble is None or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -253,7 +258,7 @@ class Ticks:
 
 
 def _write(kept: Any, new: Any, slot, is_real) -> Any:
-    """Puts `new` into its slot; a stage without a microbatch leaves all as it was."""
+    """Returns `kept` with `new` in its slot, or unchanged without a microbatch."""
     slot = jnp.maximum(slot, 0)
 
     def one(all_kept, x):

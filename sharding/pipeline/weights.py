@@ -1,9 +1,9 @@
-"""Weights inside the pipeline: what is gathered before use, how gradients are reduced.
+"""Gathers weights and reduces gradients inside the pipeline.
 
-Inside the pipeline the axes of the mesh that cut the batch are manual, beside `pipe`:
-each device computes with its own rows, and gradients are summed over the devices once,
-after the last microbatch. Axes that cut the computation itself, such as `tensor`, stay
-with the compiler; a weight stays cut over them while it is gathered.
+Inside the pipeline, `pipe` and the mesh axes that shard the batch are manual: each
+device computes with its own rows, and gradients are summed over devices once, after the
+last microbatch. Axes that shard the computation itself, such as `tensor`, are left to
+the compiler. A weight stays sharded over them while it is gathered.
 """
 
 import dataclasses
@@ -18,16 +18,15 @@ Dims = tuple[tuple[str, ...], ...]  # mesh axes of each dimension, the major one
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
-    """How one array is stored, and how its gradient is, over the manual axes.
+class WeightLayout:
+    """How a weight and its gradient are sharded.
 
     Attributes:
-      stored, gradient: the manual axes that cut each dimension.
-      late: axes gathered where the weight is used, once a microbatch.
-      summed: axes over which devices hold different parts of the gradient's sum.
-      rest, gradient_rest: how both are cut over the axes that are not manual.
-      dtype: what it is cast to before it is gathered, so that less travels; None for
-        as it is.
+      stored, gradient: the manual axes that shard each dimension.
+      late: axes over which the weight is gathered at each use, once per microbatch.
+      summed: axes over which the gradient must be summed.
+      rest, gradient_rest: the non-manual axes that shard each dimension.
+      dtype: the type to cast to before gathering, to send less; None for no cast.
     """
 
     stored: Dims
@@ -39,10 +38,11 @@ class Weight:
     dtype: Any = None
 
     def gather(self, w: jax.Array, *, late: bool, skip: int = 0) -> jax.Array:
-        """Whole along the axes of `stored` that are due now, or at the use.
+        """Returns w gathered over the `late` axes of `stored`, or over the others.
 
         Args:
-          skip: leading dimensions that w has lost, as one layer of a stack has.
+          late: whether this is the gather at the use of the weight.
+          skip: leading dimensions that w lacks: 1 for one layer of a stack.
         """
         due = [
             (dim, axis)
@@ -61,53 +61,60 @@ class Weight:
         if self.dtype is not None:
             w = w.astype(self.dtype)
         if late:
-            w = _reduced_at_once(w)
-        return in_pieces(gather, w, self.rest[skip:], [dim for dim, _ in due])
+            w = _reduce_per_microbatch(w)
+        return keep_sharded(gather, w, self.rest[skip:], [dim for dim, _ in due])
 
     def reduce(self, g: jax.Array) -> jax.Array:
-        """The sum over devices, cut as `gradient`. The late axes are summed already."""
-        left = [axis for axis in self.summed if axis not in self.late]
-        if not left:
+        """Returns g summed over devices, sharded as `gradient`.
+
+        The sum over the late axes was done by the backward of `gather`.
+        """
+        axes = [axis for axis in self.summed if axis not in self.late]
+        if not axes:
             return g
-        cut = [
-            (d, a) for d, axes in enumerate(self.gradient) for a in axes if a in left
+        scattered = [
+            (dim, axis)
+            for dim, sharded in enumerate(self.gradient)
+            for axis in sharded
+            if axis in axes
         ]
-        whole = tuple(axis for axis in left if axis not in {a for _, a in cut})
+        reduced = tuple(a for a in axes if a not in {axis for _, axis in scattered})
 
         def reduce(g):
-            for dim, axis in cut:
+            for dim, axis in scattered:
                 g = lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
-            return lax.psum(g, whole) if whole else g
+            return lax.psum(g, reduced) if reduced else g
 
-        return in_pieces(reduce, g, self.gradient_rest, [dim for dim, _ in cut])
+        dims = [dim for dim, _ in scattered]
+        return keep_sharded(reduce, g, self.gradient_rest, dims)
 
 
 @jax.custom_vjp
-def _reduced_at_once(w: jax.Array) -> jax.Array:
-    """w; its gradient is summed over devices once a microbatch, as it is made.
+def _reduce_per_microbatch(w: jax.Array) -> jax.Array:
+    """Returns w; its gradient is summed over devices in each microbatch.
 
-    The compiler for TPUs would sum microbatches first, which takes the whole gradient's
-    memory, and fails where they are cast in between.
+    XLA for TPU would sum over microbatches first. That needs the memory of the full
+    gradient, and fails if they are cast in between.
     """
     return w
 
 
-_reduced_at_once.defvjp(
+_reduce_per_microbatch.defvjp(
     lambda w: (w, None), lambda _, g: (lax.optimization_barrier(g),)
 )
 
 
-def in_pieces(
+def keep_sharded(
     f: Callable, x: jax.Array, rest: Iterable[Any], moved: Collection[int]
 ) -> jax.Array:
-    """f(x), where f is a collective over manual axes and x is cut over others too.
+    """Returns f(x) for a collective f over manual axes, keeping other axes sharded.
 
-    Left to itself, the compiler makes the operand of a gather, scatter or all-to-all
-    whole along the axes that are its own, on every device.
+    Otherwise, the compiler replicates the operand of an all-gather, reduce-scatter or
+    all-to-all over the non-manual axes.
 
     Args:
-      rest: the other axes that cut each dimension.
-      moved: dimensions that f joins or divides; these must be whole.
+      rest: the non-manual axes that shard each dimension.
+      moved: dimensions that f joins or divides; these must not be sharded.
     """
     spec = P(*(None if d in moved else axes or None for d, axes in enumerate(rest)))
     names = {axis for entry in spec for axis in mesh_axes(entry)}
@@ -116,45 +123,50 @@ def in_pieces(
     return jax.shard_map(f, axis_names=names, in_specs=spec, out_specs=spec)(x)
 
 
-def plan_weights(
+def weight_layouts(
     stored: Any,
     gradient: Any,
     *,
     manual: Sequence[str],
-    batch_axes: Sequence[str],
+    row_axes: Sequence[str],
     summed: Sequence[str],
     late: bool,
     dtype: Any = None,
     num_stacked: int = 0,
 ) -> Any:
-    """A tree of Weight from trees of PartitionSpec for parameters and gradients.
+    """Returns a tree of WeightLayout, from the specs of parameters and gradients.
 
     Args:
-      dtype: of matrices, when they are computed with.
-      num_stacked: leading dimensions that tell layers apart.
+      manual: the manual mesh axes.
+      row_axes: those of them that shard the rows of the batch.
+      summed: axes over which gradients must be summed.
+      late: whether to gather at each use.
+      dtype: the type of matrices in computation.
+      num_stacked: number of leading layer dimensions.
     """
 
-    def one(path, spec: P, gradient_spec: P) -> Weight:
+    def one(path, spec: P, gradient_spec: P) -> WeightLayout:
         dims = tuple(_manual(entry, summed) for entry in spec)
         gradient_dims = tuple(_manual(entry, summed) for entry in gradient_spec)
-        used = {a for axes in dims for a in axes if late and a in batch_axes}
+        at_use = {a for axes in dims for a in axes if late and a in row_axes}
         same = all(
-            set(d) & used == set(g) & used
+            set(d) & at_use == set(g) & at_use
             for d, g in zip(dims, gradient_dims, strict=True)
         )
-        # Of two axes that cut one dimension, the minor one must be gathered first.
-        major = all(set(axes[: len(set(axes) & used)]) <= used for axes in dims)
+        # If two axes shard one dimension, the minor one must be gathered first.
+        major = all(set(axes[: len(set(axes) & at_use)]) <= at_use for axes in dims)
         if not (same and major):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
                 f"{name}: it is stored as {spec} and its gradient as {gradient_spec}; "
-                "weights gathered once a microbatch need both cut alike over the axes "
-                "of the batch, and by these before any other. Gather once a step."
+                "to gather weights once per microbatch, both must be sharded alike "
+                "over the axes of the batch, with these major to all others. Set "
+                'gather="step".'
             )
-        return Weight(
+        return WeightLayout(
             dims,
             gradient_dims,
-            late=frozenset(used),
+            late=frozenset(at_use),
             summed=tuple(summed),
             rest=rest(spec),
             gradient_rest=rest(gradient_spec),
@@ -173,7 +185,7 @@ def plan_weights(
 
 
 def mesh_axes(entry: None | str | tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
+    """Returns the mesh axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
@@ -182,7 +194,7 @@ def _manual(entry: Any, axes: Collection[str]) -> tuple[str, ...]:
 
 
 def manual_specs(specs: Any, axes: Collection[str]) -> Any:
-    """PartitionSpecs with these axes alone, as shard_map takes them."""
+    """Returns the PartitionSpecs restricted to these axes, for shard_map."""
     return jax.tree.map(
         lambda spec: P(*(_manual(entry, axes) or None for entry in spec)),
         specs,

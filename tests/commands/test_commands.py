@@ -138,7 +138,7 @@ def test_generate(run, capsys):
         ),
         (
             ["--prompt", "a", "--tokens", "4", "--top-k", "0"],
-            "top_k is 0; expected 1 to 257 tokens",
+            "top_k must be from 1 to vocab_size (257), got 0",
         ),
     ],
 )

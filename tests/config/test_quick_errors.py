@@ -54,4 +54,4 @@ def test_a_file_that_cannot_be_parsed_is_found_without_jax(tmp_path):
 
 def test_a_misspelled_mesh_is_found_with_jax_alone():
     out, err = run("train", "--config", TINY, "--mesh", "foo=3")
-    assert "'foo' is no mesh axis" in err and out == "2 jax"
+    assert "'foo' is not a mesh axis" in err and out == "2 jax"

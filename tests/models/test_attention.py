@@ -1,4 +1,4 @@
-"""Attention and rotary positions against their plain definitions."""
+"""Attention and rotary positions against their definitions."""
 
 import functools
 
@@ -19,7 +19,7 @@ def normal(*shape):
 
 
 def plain_attention(q, k, v, segments=None):
-    """softmax(q k / sqrt(K)) v head by head, the future and other segments left out."""
+    """Computes softmax(q k / sqrt(K)) v, masking the future and other segments."""
     length, num_heads, width = q.shape[1:]
     group = num_heads // k.shape[2]
     allowed = jnp.tril(jnp.ones((length, length), bool))[None]
@@ -44,7 +44,7 @@ SEGMENTS = jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]], jnp.int32)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "segments"])
-def test_values_and_gradients(qkv, segments):
+def test_values_and_gradients_match_the_definition(qkv, segments):
     weights = normal(*qkv[0].shape)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -58,17 +58,17 @@ def test_values_and_gradients(qkv, segments):
     plain = values_and_gradients(
         functools.partial(plain_attention, segments=segments), *qkv
     )
-    for found, expected in zip(ours, plain, strict=True):
-        # Float32 sums of 7 and 8 numbers around 1.
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for result, expected in zip(ours, plain, strict=True):
+        # Float32 sums of 7 and 8 values of about 1.
+        np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
-def test_bfloat16(qkv):
+def test_bfloat16_is_close_to_float32(qkv):
     half = [x.astype(jnp.bfloat16) for x in qkv]
     expected = jax.jit(plain_attention)(*(x.astype(jnp.float32) for x in half))
     out = attend(*half, Sharder())
     assert out.dtype == jnp.bfloat16
-    # Outputs are around 1, and rounded to 8 bits at the end and for the shares.
+    # Outputs are about 1; they and the attention weights are rounded to 8 bits.
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.03)
 
     def total(*qkv):
@@ -78,12 +78,12 @@ def test_bfloat16(qkv):
     assert all(g.dtype == jnp.bfloat16 and np.all(np.isfinite(g)) for g in grads)
 
 
-def test_cached_equals_the_last_row_of_the_whole(qkv):
+def test_cached_attention_equals_the_last_row_of_full_attention(qkv):
     q, k, v = qkv
-    whole = jax.jit(plain_attention)(q, k, v)
+    full = jax.jit(plain_attention)(q, k, v)
     cached = jax.jit(attend_cached)
     for position in (0, 3, LENGTH - 1):
-        # What stands in the cache after the position must not matter.
+        # The contents of the cache after the position must not matter.
         seen = jnp.arange(LENGTH)[None, :, None, None] <= position
         out = cached(
             q[:, position],
@@ -91,10 +91,10 @@ def test_cached_equals_the_last_row_of_the_whole(qkv):
             jnp.where(seen, v, 100.0),
             jnp.asarray(position),
         )
-        np.testing.assert_allclose(out, whole[:, position], atol=1e-5)
+        np.testing.assert_allclose(out, full[:, position], atol=1e-5)
 
 
-def test_rotate_turns_pairs_as_complex_numbers():
+def test_rotate_multiplies_pairs_as_complex_numbers():
     x = normal(BATCH, LENGTH, HEADS, WIDTH)
     positions = jnp.array([range(LENGTH), range(3, 3 + LENGTH)], jnp.int32)
     half = WIDTH // 2
@@ -106,7 +106,7 @@ def test_rotate_turns_pairs_as_complex_numbers():
     np.testing.assert_allclose(rotate(x, positions, 100.0), expected, atol=1e-5)
 
 
-def test_rotated_scores_depend_on_distance_only():
+def test_rotated_scores_depend_only_on_distance():
     q, k = normal(2, 1, 1, 1, WIDTH)
 
     @jax.jit
@@ -120,7 +120,7 @@ def test_rotated_scores_depend_on_distance_only():
 
 def test_rotate_keeps_the_type_and_computes_in_float32():
     x = normal(1, 1, 1, WIDTH).astype(jnp.bfloat16)
-    # A position that bfloat16 cannot hold.
+    # A position that bfloat16 cannot represent.
     positions = jnp.full((1, 1), 1001, jnp.int32)
     out = rotate(x, positions, 1e4)
     assert out.dtype == jnp.bfloat16

@@ -1,4 +1,4 @@
-"""What a transformer keeps and multiplies, against jax's own differentiation of it."""
+"""The costs of a transformer, against jax's own differentiation of it."""
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ def model(**settings) -> transformer.Config:
 
 
 def residuals(config: transformer.Config) -> tuple[int, int]:
-    """Bytes that the scan over blocks keeps of each block, and once for all.
+    """Returns the bytes that the scan keeps of each block, and once for all blocks.
 
-    Without weights and sums over a position's values.
+    Weights and sums over the values of a position are not counted.
     """
     params = jax.eval_shape(config.init, jax.random.key(0))["blocks"]
     mesh = MeshSpec(fsdp=2).abstract()
@@ -41,8 +41,8 @@ def residuals(config: transformer.Config) -> tuple[int, int]:
         return jax.tree.leaves(jax.vjp(stack, params, x)[1])
 
     with jax.sharding.use_abstract_mesh(mesh):
-        found = jax.eval_shape(kept, params, x, positions)
-    large = [a for a in found if a.ndim > 3 and ROWS in a.shape and a.shape[-1] > 1]
+        result = jax.eval_shape(kept, params, x, positions)
+    large = [a for a in result if a.ndim > 3 and ROWS in a.shape and a.shape[-1] > 1]
     by_block = [a for a in large if a.shape[0] == LAYERS]
     once = [a for a in large if a.shape[0] != LAYERS and a.shape[-2] == LENGTH]
     return tuple(sum(a.size * a.dtype.itemsize for a in x) for x in (by_block, once))
@@ -59,8 +59,8 @@ def test_a_block_keeps_what_jax_keeps(remat, settings):
 
 
 @pytest.mark.parametrize("settings", [GPT, LLAMA])
-def test_products_are_those_of_the_model_flops(settings):
-    """Of attention the model counts the causal half, a compiled step does all of it."""
+def test_products_add_up_to_the_model_flops(settings):
+    """model_flops counts the causal half of attention; a compiled step does all."""
     config = model(**settings)
     costs = config.costs(ROWS, LENGTH, platform="cpu")
     squares = {"scores", "attend"}
@@ -71,7 +71,7 @@ def test_products_are_those_of_the_model_flops(settings):
 
 
 def jax_products(remat: str) -> float:
-    """FLOPs of all products in jax's program of a step, loops multiplied out."""
+    """Returns the FLOPs of all products in the jaxpr of a step, loops included."""
     config = model(remat=remat, compute_dtype="float32", **GPT)
     params = jax.eval_shape(config.init, jax.random.key(0))
     names = ("inputs", "targets", "weights")
@@ -81,7 +81,7 @@ def jax_products(remat: str) -> float:
 
 
 @pytest.mark.parametrize("remat", POLICIES)
-def test_recomputed_products_are_those_of_the_program(remat):
+def test_recomputed_products_match_the_jaxpr(remat):
     config = model(remat=remat, compute_dtype="float32", **GPT)
     costs = config.costs(ROWS, LENGTH, platform="cpu")
     again = {p.name: 1 if p.name in costs.recomputed else 0 for p in costs.products}

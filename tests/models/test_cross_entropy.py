@@ -41,12 +41,12 @@ def grad_of(loss):
 def test_values_and_gradients_match_optax(case, z_loss):
     value, grad = grad_of(ours)(*case, z_loss)
     expected, expected_grad = grad_of(theirs)(*case, z_loss)
-    # Both are float32 sums over 16 entries and 24 places, in another order.
+    # Both are float32 sums over 16 entries and 24 positions, in different orders.
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(grad, expected_grad, atol=1e-6)
 
 
-def test_shapes_and_z_loss_value(case):
+def test_the_z_loss_is_the_square_of_log_z(case):
     logits, targets, _ = case
     nll, z = cross_entropy(logits, targets, z_loss=0.5)
     assert nll.shape == z.shape == (4, 6)
@@ -55,12 +55,12 @@ def test_shapes_and_z_loss_value(case):
     np.testing.assert_allclose(z, 0.5 * log_z**2, rtol=1e-5)
 
 
-def test_bfloat16_logits_are_taken_in_float32(case):
+def test_bfloat16_logits_are_computed_in_float32(case):
     logits, targets, weights = case
     rounded = logits.astype(jnp.bfloat16)
     value, grad = grad_of(ours)(rounded, targets, weights)
     assert value.dtype == jnp.float32 and grad.dtype == jnp.bfloat16
-    # Equal to the float32 loss of the rounded logits: no step in between is bfloat16.
+    # Equals the float32 loss of the rounded logits: no step in between is bfloat16.
     expected, expected_grad = grad_of(ours)(
         rounded.astype(jnp.float32), targets, weights
     )
@@ -77,21 +77,23 @@ def test_large_logits_stay_finite(case):
     assert np.isfinite(value) and np.all(np.isfinite(grad))
 
 
-def test_cut_by_vocabulary_no_logits_travel(case):
-    """Each device reduces its part: nothing of the size of the logits is moved."""
+def test_logits_sharded_by_vocabulary_are_not_gathered(case):
+    """Each device reduces its shard; nothing as large as the logits is moved."""
     mesh = MeshSpec(tensor=8).make()
     by_vocabulary = NamedSharding(mesh, P(None, None, "tensor"))
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     step = jax.jit(
         jax.value_and_grad(ours),
-        in_shardings=(by_vocabulary, whole, whole),
-        out_shardings=(whole, by_vocabulary),
+        in_shardings=(by_vocabulary, replicated, replicated),
+        out_shardings=(replicated, by_vocabulary),
     )
     compiled = step.lower(*case).compile()
     text = compiled.as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text and "all-to-all" not in text
-    value, grad = compiled(*jax.device_put(case, (by_vocabulary, whole, whole)))
+    value, grad = compiled(
+        *jax.device_put(case, (by_vocabulary, replicated, replicated))
+    )
     expected, expected_grad = grad_of(theirs)(*case)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(grad, expected_grad, atol=1e-6)

@@ -43,7 +43,7 @@ GPT2 = Config(
 )
 PROMPT = jnp.array([[3, 1, 4, 1], [5, 9, 2, 6]], jnp.int32)
 KEY = jax.random.key(0)
-# Compiling is most of the time here; what is compiled hardly runs.
+# Most of the time here is compilation; the programs run only briefly.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -58,14 +58,16 @@ def random_params(config, seed=0):
     return params
 
 
-def generate(config, params, num_tokens=6, key=KEY, shard=None, **how):
+def generate(config, params, num_tokens=6, key=KEY, shard=None, **options):
     shard = shard or Sharder()
-    run = functools.partial(config.generate, num_tokens=num_tokens, shard=shard, **how)
+    run = functools.partial(
+        config.generate, num_tokens=num_tokens, shard=shard, **options
+    )
     return np.asarray(jit(run)(params, PROMPT, key=key))
 
 
 def greedy_by_repeated_forward(config, params, num_tokens=6):
-    """Every new token from a forward pass over all before it (and zeros after)."""
+    """Computes each new token by a forward pass over all tokens before it."""
     logits_of = jit(lambda params, tokens: config.logits(params, tokens, Sharder()))
     tokens = np.pad(PROMPT, ((0, 0), (0, num_tokens)))
     for position in range(PROMPT.shape[1], tokens.shape[1]):
@@ -96,18 +98,18 @@ def test_top_1_is_greedy_and_sampling_is_not():
 
 
 @pytest.mark.parametrize("plan", ["data+fsdp+tensor", "data+fsdp+tensor+sequence"])
-def test_the_same_on_a_tensor_mesh(plan):
+def test_generation_on_a_tensor_mesh_is_the_same(plan):
     params = random_params(LLAMA)
     mesh = MeshSpec(tensor=2).make(jax.devices()[:2])
     rules = parse_plan(plan).without("batch", "lookup_batch")
     shardings = resolve(params, rules, mesh, axes=LLAMA.axes()).shardings(mesh)
-    cut = jax.device_put(params, shardings)
-    assert not cut["head"].sharding.is_fully_replicated
-    tokens = generate(LLAMA, cut, temperature=0.0, shard=Sharder(mesh, rules))
+    sharded = jax.device_put(params, shardings)
+    assert not sharded["head"].sharding.is_fully_replicated
+    tokens = generate(LLAMA, sharded, temperature=0.0, shard=Sharder(mesh, rules))
     assert np.array_equal(tokens, generate(LLAMA, params, temperature=0.0))
 
 
-def test_nothing_new_is_the_prompt():
+def test_zero_new_tokens_return_the_prompt():
     params = random_params(LLAMA)
     assert np.array_equal(generate(LLAMA, params, num_tokens=0), PROMPT)
 
@@ -115,13 +117,13 @@ def test_nothing_new_is_the_prompt():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (dict(num_tokens=9), "make 13, but the model's max_length is 12.*at most 8"),
-        (dict(temperature=-1.0), "temperature is -1.0"),
-        (dict(top_k=0), "top_k is 0"),
-        (dict(top_k=30), "top_k is 30.*1 to 29"),
+        (dict(num_tokens=9), "is 13, but the model's max_length is 12.*at most 8"),
+        (dict(temperature=-1.0), "temperature must be >= 0 .*got -1.0"),
+        (dict(top_k=0), "top_k must be from 1 .*got 0"),
+        (dict(top_k=30), r"top_k must be from 1 to vocab_size \(29\), got 30"),
     ],
 )
-def test_what_cannot_be_asked_for(how, message):
+def test_bad_options_are_errors(how, message):
     params = jax.eval_shape(LLAMA.init, KEY)
     how = {"num_tokens": 6, "key": KEY, "shard": Sharder(), **how}
     with pytest.raises(ValueError, match=message):
@@ -139,21 +141,21 @@ def test_an_empty_prompt_is_an_error():
         )
 
 
-def test_replicated_result_can_be_asked_for():
-    """As sampling does: every process sees the whole text."""
+def test_the_result_can_be_replicated():
+    """As sampling does, so that every process has the full text."""
     params = random_params(LLAMA)
     mesh = MeshSpec(tensor=2).make(jax.devices()[:2])
     rules = parse_plan("data+fsdp+tensor").without("batch", "lookup_batch")
     run = functools.partial(
         LLAMA.generate, num_tokens=2, temperature=0.0, shard=Sharder(mesh, rules)
     )
-    whole = NamedSharding(mesh, P())
-    tokens = jit(run, out_shardings=whole)(params, PROMPT, key=KEY)
+    replicated = NamedSharding(mesh, P())
+    tokens = jit(run, out_shardings=replicated)(params, PROMPT, key=KEY)
     assert tokens.sharding.is_fully_replicated and tokens.shape == (2, 6)
 
 
-def test_sampling_of_text(tmp_path):
-    """Text in, text out, on a mesh; and what cannot work is said before training."""
+def test_sampling_continues_a_text(tmp_path):
+    """Text in, text out, on a mesh; bad prompts are refused before training."""
     (tmp_path / "a.txt").write_text("some text " * 20)
     config = train.Config(
         model=dataclasses.replace(GPT2, vocab_size=257, pad_vocab_to=2),
@@ -166,14 +168,14 @@ def test_sampling_of_text(tmp_path):
     )
     mesh = MeshSpec(data=2, tensor=2).make(jax.devices()[:4])
     params = random_params(config.model)
-    # One token likelier than all others, whatever came before.
+    # Makes one token the most likely, whatever came before.
     params["head"] = params["head"] * 0
     params["final_norm"]["bias"] = jnp.ones(16)
     params["head"] = params["head"].at[:, ord("x")].set(10.0)
     text = sampling.sample(config, mesh, params, "abc", 5)
     assert text == "abcxxxxx"
     sampling.check(config, "abc", 9)
-    with pytest.raises(ValueError, match="make 13, but the model's max_length is 12"):
+    with pytest.raises(ValueError, match="is 13, but the model's max_length is 12"):
         sampling.check(config, "abc", 10)
     with pytest.raises(ValueError, match="the prompt is empty"):
         sampling.check(config, "", 9)

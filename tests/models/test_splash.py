@@ -1,4 +1,4 @@
-"""Splash attention, interpreted: the gradients of plain attention, cut or not."""
+"""Splash attention, interpreted, has the gradients of plain attention."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def gradients(config, shard, packed):
         ("fsdp=2,tensor=2", "save-dots"),
     ],
 )
-def test_gradients_are_those_of_plain_attention(mesh, remat, packed):
+def test_gradients_equal_those_of_plain_attention(mesh, remat, packed):
     shard = Sharder()
     if mesh:
         devices = jax.devices()[:4]
@@ -65,9 +65,9 @@ def test_gradients_are_those_of_plain_attention(mesh, remat, packed):
             MeshSpec.parse(mesh).make(devices), parse_plan("data+fsdp+tensor+sequence")
         )
     config = dataclasses.replace(MODEL, remat=remat)
-    found = gradients(config, shard, packed)
+    result = gradients(config, shard, packed)
     expected = gradients(PLAIN, Sharder(), packed)
-    errors = largest_error(jax.device_get(found), jax.device_get(expected))
+    errors = largest_error(jax.device_get(result), jax.device_get(expected))
     assert max(errors.values()) <= 1e-5, errors
 
 
@@ -79,8 +79,8 @@ def test_gradients_are_those_of_plain_attention(mesh, remat, packed):
         ("pipe=2", "none", True),
     ],
 )
-def test_gradients_in_a_pipeline(mesh, remat, packed):
-    """Inside the pipeline's shard_map values are typed as varying over its axes."""
+def test_gradients_in_a_pipeline_equal_those_of_plain_attention(mesh, remat, packed):
+    """Inside the pipeline's shard_map, values are typed as varying over its axes."""
     model = dataclasses.replace(GPT, num_layers=4, max_length=128, remat=remat)
     case = Case(
         model=dataclasses.replace(model, attention="splash"),
@@ -97,7 +97,7 @@ def test_gradients_in_a_pipeline(mesh, remat, packed):
     assert max(errors.values()) <= 1e-5, errors
 
 
-def test_it_is_chosen_on_tpus_for_lengths_it_takes():
+def test_it_is_chosen_on_tpus_for_supported_lengths():
     assert choose("auto", "tpu", 2, 4096, 128) == "splash"
     assert choose("auto", "tpu", 2, 100, 128) == "xla"
     assert choose("auto", "gpu", 2, 4096, 128) == "cudnn"
@@ -117,15 +117,17 @@ def test_blocks_divide_the_length():
     }
 
 
-def test_a_length_that_the_kernel_does_not_take_is_an_error():
+def test_an_unsupported_length_is_an_error():
     short = {name: x[:, :100] for name, x in batch(False).items()}
     params = MODEL.init(jax.random.key(0))
-    with pytest.raises(ValueError, match="length 100 is no multiple of 128"):
+    with pytest.raises(ValueError, match="must be a multiple of 128, got 100"):
         MODEL.loss(params, short, Sharder())
 
 
-def test_heads_and_their_keys_must_be_cut_alike():
+def test_heads_and_key_value_heads_must_be_sharded_alike():
     mesh = MeshSpec.parse("tensor=2").make(jax.devices()[:2])
     rules = parse_plan("data+tensor") + Rules.of({"kv_heads": None}, plan="mine")
-    with pytest.raises(ValueError, match="heads and key-value heads cut by the same"):
+    with pytest.raises(
+        ValueError, match="heads and key-value heads sharded over the same"
+    ):
         gradients(MODEL, Sharder(mesh, rules), False)

@@ -1,4 +1,4 @@
-"""The transformer against its published maths and its own promises."""
+"""The transformer against the published equations and its own guarantees."""
 
 import dataclasses
 import functools
@@ -39,12 +39,12 @@ LLAMA = Config(
     compute_dtype="float32",
 )
 replace = dataclasses.replace
-# Compiling is most of the time here; what is compiled hardly runs.
+# Most of the time here is compilation; the programs run only briefly.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_params(config, seed=0):
-    """Larger than at the start of training, so that every term matters."""
+    """Returns larger values than at initialization, so that every term matters."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(config.init, jax.random.key(0))
     return jax.tree.map(
@@ -82,7 +82,7 @@ def grad_of(config, params, batch):
 
 
 def assert_trees_close(found, expected, rtol):
-    """Relative to the largest number of each array."""
+    """Compares relative to the largest value of each array."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=0, atol=rtol * float(jnp.max(jnp.abs(b)))
@@ -92,7 +92,7 @@ def assert_trees_close(found, expected, rtol):
     )
 
 
-# Sizes as published with the models.
+# The published sizes.
 PUBLISHED = {
     "gpt2_124m": (
         124_439_808,
@@ -119,12 +119,12 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_parameter_counts(name):
+def test_parameter_counts_are_the_published_ones(name):
     count, sizes = PUBLISHED[name]
     assert Config(**sizes).num_params() == count
 
 
-# The published maths, in float64, one sequence and one head at a time.
+# The published equations, in float64, one sequence and one head at a time.
 
 
 def softmax(x):
@@ -195,7 +195,7 @@ def plain_logits(config, params, tokens):
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_logits_and_loss_match_the_published_maths(config):
+def test_logits_and_loss_match_the_published_equations(config):
     params, batch = random_params(config), random_batch(config)
     expected = plain_logits(config, params, batch["inputs"])
     found = logits_of(config, params, batch["inputs"])
@@ -210,7 +210,7 @@ def test_logits_and_loss_match_the_published_maths(config):
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_a_later_token_changes_no_earlier_logits(config):
+def test_a_later_token_does_not_change_earlier_logits(config):
     params, tokens = random_params(config), random_batch(config)["inputs"]
     before = logits_of(config, params, tokens)
     after = logits_of(config, params, tokens.at[:, 5].add(1) % config.vocab_size)
@@ -251,7 +251,7 @@ def test_padding_of_the_vocabulary_gets_no_probability():
     assert not np.any(grads["head"][:, 29:]) and not np.any(grads["embedding"][29:])
 
 
-def test_padding_with_a_tied_head():
+def test_padding_works_with_a_tied_head():
     tied = replace(GPT2, pad_vocab_to=8)
     params, batch = random_params(tied), random_batch(GPT2)
     small = params | {"embedding": params["embedding"][:29]}
@@ -296,12 +296,12 @@ def test_remat_changes_nothing_but_memory():
     loss, grads = grad_of(LLAMA, params, batch)
     for remat in ("none", "full", "save-named"):
         found = grad_of(replace(LLAMA, remat=remat), params, batch)
-        # The same operations, in programs that may fuse them in other ways.
+        # The same operations, possibly fused differently.
         np.testing.assert_allclose(found[0], loss, rtol=1e-6)
         assert_trees_close(found[1], grads, rtol=1e-6)
 
 
-def test_remat_policies_keep_what_they_say():
+def test_remat_policies_save_what_they_promise():
     batch = random_batch(LLAMA)
     kept = {}
     for remat in ("none", "full", "save-dots", "save-named"):
@@ -325,7 +325,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
     expected, expected_grads = grad_of(LLAMA, params, batch)
     assert loss.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    # Eight bits, through two blocks whose values are around 1 to 10.
+    # Eight bits of precision, through two blocks with values of about 1 to 10.
     np.testing.assert_allclose(loss, expected, rtol=0.02)
     assert loss != expected
     assert_trees_close(grads, expected_grads, rtol=0.15)
@@ -353,20 +353,20 @@ def test_scan_equals_blocks_one_by_one():
     np.testing.assert_allclose(found, one_by_one(params), rtol=1e-5, atol=1e-5)
 
 
-def test_layers_start_different_and_norms_at_one():
+def test_layers_are_initialized_differently_and_norms_to_one():
     params = jit(LLAMA.init)(jax.random.key(0))
     first, second = params["blocks"]["mlp"]["down"]
     assert not np.array_equal(first, second)
     assert np.all(params["blocks"]["mlp_norm"]["scale"] == 1)
     np.testing.assert_allclose(params["embedding"].std(), 0.02, rtol=0.2)
-    # Two additions a layer to the residual stream: 1 / sqrt(2 * 2) of the others.
+    # Each layer adds twice to the residual stream: scaled by 1 / sqrt(2 * 2).
     np.testing.assert_allclose(params["blocks"]["mlp"]["down"].std(), 0.01, rtol=0.2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_heads=5), "d_model 16 is not divided by num_heads 5"),
+        (dict(num_heads=5), "d_model 16 must be a multiple of num_heads 5"),
         (dict(num_kv_heads=3), "num_heads 4 must be a multiple of num_kv_heads 3"),
         (dict(head_dim=3), "rotary positions need an even head_dim, got 3"),
         (dict(vocab_size=0), "vocab_size must be positive, got 0"),
@@ -377,13 +377,13 @@ def test_layers_start_different_and_norms_at_one():
         (dict(pad_vocab_to=0), "pad_vocab_to must be positive, got 0"),
     ],
 )
-def test_impossible_sizes(changes, message):
+def test_impossible_sizes_are_errors(changes, message):
     changes = {"num_kv_heads": None, **changes}
     with pytest.raises(ValueError, match=message):
         replace(LLAMA, **changes)
 
 
-def test_data_that_does_not_fit():
+def test_data_that_does_not_fit_is_an_error():
     batch = {"inputs": jax.ShapeDtypeStruct((2, 8), jnp.int32)}
     LLAMA.check_batch(batch, {"vocab_size": 29})
     with pytest.raises(ValueError, match="vocabulary of 30.*Raise vocab_size to 30"):
@@ -394,7 +394,7 @@ def test_data_that_does_not_fit():
 
 
 def test_model_flops_of_a_small_model():
-    # One token: 6 for each weight of a matmul, and attention to itself alone.
+    # One token: 6 per matmul weight, and attention only to itself.
     weights = 2 * (16 * 4 * 4 * 2 + 16 * 2 * 4 * 2 + 16 * 24 * 3) + 29 * 16
     batch = {"inputs": jax.ShapeDtypeStruct((1, 1), jnp.int32)}
     assert LLAMA.model_flops(batch) == 6 * (weights + 2 * 16)

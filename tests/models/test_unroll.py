@@ -1,4 +1,4 @@
-"""Layers without a loop over them."""
+"""Unrolled layers."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ from test_transformer import (
 )
 
 
-def test_unrolled_layers_change_nothing_and_leave_no_loop():
+def test_unrolling_changes_no_result_and_leaves_no_loop():
     params, batch = random_params(LLAMA), random_batch(LLAMA)
     loss, grads = grad_of(LLAMA, params, batch)
     assert "while" in grad_of.lower(LLAMA, params, batch).as_text()
     for unroll in (2, 3):  # all layers, and more than there are
         config = dataclasses.replace(LLAMA, unroll=unroll)
-        found = grad_of(config, params, batch)
-        np.testing.assert_allclose(found[0], loss, rtol=1e-6)
-        assert_trees_close(found[1], grads, rtol=1e-6)
+        result = grad_of(config, params, batch)
+        np.testing.assert_allclose(result[0], loss, rtol=1e-6)
+        assert_trees_close(result[1], grads, rtol=1e-6)
         assert "while" not in grad_of.lower(config, params, batch).as_text()

@@ -1,4 +1,4 @@
-"""A pipeline computes what the model computes on one device, and really is cut."""
+"""A pipeline computes what one device computes, and its arrays are sharded."""
 
 import dataclasses
 import math
@@ -41,8 +41,9 @@ def row(model, remat, mesh, schedule, num_microbatches, **settings) -> Case:
     )
 
 
-# Every schedule on every mesh. Over each schedule are spread: microbatches fewer than,
-# equal to, more than and no multiple of the stages, all remat policies, both gathers.
+# Every schedule on every mesh. The cases of each schedule cover microbatches fewer
+# than, equal to, more than, and not a multiple of the stages, all remat policies, and
+# both gathers.
 GRADIENTS = [
     row(TIED, "full", 0, "gpipe", 1),
     row(GPT, "save-named", 1, "gpipe", 6, packed=True),
@@ -66,13 +67,13 @@ OTHERS = [
     row(TOY, "none", 3, "1f1b", 4, plan=ZERO1, gather="microbatch"),
     row(TOY, "full", 3, "interleaved", 4, plan=TENSOR2D),
     row(THREES, "none", 0, "interleaved", 5, num_chunks=3, num_rows=40),
-    # So many chunks that ticks without embedding and head are loops of their own.
+    # Enough chunks that ticks without embedding and head get their own loops.
     row(GPT, "save-named", 3, "interleaved", 4, num_chunks=4, gather="microbatch"),
 ]
 
 
 @pytest.mark.parametrize("case", GRADIENTS + OTHERS, ids=str)
-def test_gradients_are_those_of_one_device(case):
+def test_gradients_equal_those_of_one_device(case):
     params, batch = case.inputs()
     sums, grads = jax.jit(case.pipeline.value_and_grad)(params, batch)
     expected_sums, expected = reference(case.model, case.num_rows, case.packed)
@@ -81,12 +82,12 @@ def test_gradients_are_those_of_one_device(case):
         np.testing.assert_allclose(sums[name], value, rtol=1e-6, err_msg=name)
     errors = largest_error(case.in_order(grads), expected)
     assert max(errors.values()) <= 1e-5, errors
-    check_cut(case, params, cut(case.plan, stored=True))
-    check_cut(case, grads, cut(case.plan, stored=False))
+    check_sharding(case, params, expected_specs(case.plan, stored=True))
+    check_sharding(case, grads, expected_specs(case.plan, stored=False))
 
 
-def cut(plan: str, *, stored: bool) -> dict[str, P]:
-    """How arrays of the transformer and the toy must be cut; sizes of 1 do not."""
+def expected_specs(plan: str, *, stored: bool) -> dict[str, P]:
+    """Returns how arrays of the transformer and the toy must be sharded."""
     fsdp = None if plan == ZERO1 and stored else "fsdp"
     width = "pipe" if fsdp is None else ("fsdp", "pipe")
     return {
@@ -107,13 +108,13 @@ def cut(plan: str, *, stored: bool) -> dict[str, P]:
     }
 
 
-def check_cut(case: Case, tree, expected: dict[str, P]) -> None:
-    """Layouts by name, and the local piece of each array as small as that says."""
-    mesh, found = case.pipeline.mesh, leaves(tree)
-    names = expected.keys() & found.keys()
+def check_sharding(case: Case, tree, expected: dict[str, P]) -> None:
+    """Checks the spec of each array, and the size of its local shard."""
+    mesh, result = case.pipeline.mesh, leaves(tree)
+    names = expected.keys() & result.keys()
     assert len(names) >= 5
     for name in names:
-        x, spec = found[name], expected[name]
+        x, spec = result[name], expected[name]
         wanted = NamedSharding(mesh, spec)
         assert x.sharding.is_equivalent_to(wanted, x.ndim), (name, x.sharding, spec)
         axes = [axis for entry in spec if entry for axis in np.atleast_1d(entry)]
@@ -121,7 +122,7 @@ def check_cut(case: Case, tree, expected: dict[str, P]) -> None:
         assert x.addressable_shards[0].data.size * ways == x.size, name
 
 
-def test_the_cases_cover_what_they_say():
+def test_the_cases_cover_every_setting_for_each_schedule():
     kinds = {name: set() for name in ("gpipe", "1f1b", "interleaved")}
     for case in GRADIENTS:
         S, M = case.pipeline.schedule.num_stages, case.num_microbatches
@@ -136,12 +137,14 @@ def test_the_cases_cover_what_they_say():
     assert kinds == dict.fromkeys(kinds, everything)
 
 
-def test_what_is_not_cut_is_seen():
-    """The proof above can fail: a whole array does not pass for a cut one."""
+def test_the_sharding_check_fails_for_replicated_arrays():
+    """The check above can fail: a replicated array does not pass as sharded."""
     case = OTHERS[1]
-    whole = jax.device_put(case.inputs()[0], NamedSharding(case.pipeline.mesh, P()))
+    replicated = jax.device_put(
+        case.inputs()[0], NamedSharding(case.pipeline.mesh, P())
+    )
     with pytest.raises(AssertionError):
-        check_cut(case, whole, cut(case.plan, stored=True))
+        check_sharding(case, replicated, expected_specs(case.plan, stored=True))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_what_is_not_cut_is_seen():
     ],
     ids=str,
 )
-def test_sums_without_gradients_are_those_of_one_device(case):
+def test_sums_without_gradients_equal_those_of_one_device(case):
     sums = jax.jit(case.pipeline.sums)(*case.inputs())
     expected, _ = reference(case.model, case.num_rows, case.packed)
     assert sums.keys() == expected.keys()
@@ -164,15 +167,15 @@ def test_sums_without_gradients_are_those_of_one_device(case):
 
 
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_bfloat16_is_as_good_as_on_one_device(gather):
+def test_bfloat16_is_as_accurate_as_on_one_device(gather):
     model = replace(GPT, compute_dtype="bfloat16")
     case = row(model, "save-named", 4, "1f1b", 6, packed=True, gather=gather)
     sums, grads = jax.jit(case.pipeline.value_and_grad)(*case.inputs())
     exact_sums, exact = reference(GPT, case.num_rows, case.packed)
     _, rough = reference(model, case.num_rows, case.packed)
-    # Rounding a value errs by up to 2^-9 of it; over 304 tokens the mean of these.
+    # Rounding has a relative error of up to 2^-9; over 304 tokens, the mean of these.
     np.testing.assert_allclose(sums["loss"], exact_sums["loss"], rtol=1e-4)
-    # The gradient of every microbatch is rounded, that of one device once in all.
-    found = largest_error(case.in_order(grads), exact)
+    # Every microbatch rounds its gradient; one device rounds once.
+    result = largest_error(case.in_order(grads), exact)
     for name, error in largest_error(rough, exact).items():
-        assert 2**-12 < error and found[name] < 2 * error, (name, found[name], error)
+        assert 2**-12 < error and result[name] < 2 * error, (name, result[name], error)

@@ -1,4 +1,4 @@
-"""What a stage computes while it has no microbatch changes nothing."""
+"""What a stage computes without a microbatch changes no result."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from meshloom.sharding.pipeline import chunks, loops, ticks
 pytestmark = pytest.mark.compiles_anew
 
 TOY = Classifier()
-# Microbatches that leave bubbles of every kind: more than the stages, no multiple.
+# More microbatches than stages, and not a multiple: bubbles of every kind.
 CASES = {
     name: Case(model=model, mesh="pipe=2", schedule=name, num_microbatches=3)
     for name, model in (
@@ -48,10 +48,10 @@ def num_nan(tree) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", ["value_and_grad", "sums"])
-def test_nan_in_every_bubble_changes_no_bit(name, method):
-    expected, found = run(CASES[name], method), run(with_nan(CASES[name]), method)
+def test_nan_in_every_bubble_changes_no_result(name, method):
+    expected, result = run(CASES[name], method), run(with_nan(CASES[name]), method)
     assert num_nan(expected) == 0
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 def add(total, new, is_real):
@@ -69,7 +69,7 @@ def write(kept, new, slot, is_real):
     )
 
 
-# What keeps bubbles out, without that; where it must then be seen.
+# Functions that mask bubbles, replaced by ones that do not; where NaN must show.
 LEAKS = {
     "sums and weights outside": (ticks, "_add", add),
     "weights of the blocks": (chunks.Chunks, "add", add_chunk),
@@ -78,7 +78,7 @@ LEAKS = {
 
 
 @pytest.mark.parametrize("what", LEAKS)
-def test_the_fill_is_used_and_would_be_seen(monkeypatch, what):
+def test_without_a_mask_the_nan_comes_through(monkeypatch, what):
     """The test above can fail: without a mask, the same NaN comes through."""
     monkeypatch.setattr(*LEAKS[what])
     sums, grads = run(with_nan(CASES["gpipe"]))
@@ -92,12 +92,12 @@ def test_the_fill_is_used_and_would_be_seen(monkeypatch, what):
         assert blocks
 
 
-def test_the_fill_is_used_in_evaluation_too(monkeypatch):
-    """A head one tick early takes what the last stage made of a bubble."""
+def test_without_a_mask_the_nan_comes_through_in_evaluation(monkeypatch):
+    """A head one tick early reads the last stage's output of a bubble."""
 
     def early(schedule, *, training):
-        found = rows(schedule, training=training)
-        return found._replace(head=np.roll(found.head, -1))
+        result = rows(schedule, training=training)
+        return result._replace(head=np.roll(result.head, -1))
 
     rows, case = loops.rows, with_nan(CASES["gpipe"])
     monkeypatch.setattr(loops, "rows", early)

@@ -1,4 +1,4 @@
-"""What a pipeline moves between devices: activations once, weights and nothing else."""
+"""The collectives of a pipeline: activations once, weights, and nothing else."""
 
 import collections
 import dataclasses
@@ -47,21 +47,21 @@ def weight_bytes(model) -> dict[str, int]:
 
 
 def activation_bytes(case: Case, elements: int) -> int:
-    """Of one microbatch on one device, between two blocks."""
+    """Returns the bytes of one microbatch on one device, between two blocks."""
     _, data, fsdp, _ = sizes(case)
     return case.num_rows // (case.num_microbatches * data * fsdp) * elements * FLOAT
 
 
 def transfers(case: Case) -> dict[tuple[str, tuple[str, ...]], int]:
-    """How often activations move over the pipe axis."""
+    """Counts the transfers of activations over the pipe axis."""
     counts = collections.Counter()
     for loop in loops(rows(case.pipeline.schedule, training=True)):
         for kind, length in loop.runs:
             num = loop.times * length
             counts["collective-permute"] += num * (kind.forward + kind.backward)
             to_parts = kind.head or kind.embed_backward
-            to_whole = kind.head or kind.embed
-            counts["all-to-all"] += num * (to_parts + to_whole)
+            to_full = kind.head or kind.embed
+            counts["all-to-all"] += num * (to_parts + to_full)
     return {(kind, ("pipe",)): count for kind, count in counts.items()}
 
 
@@ -74,16 +74,17 @@ def transfers(case: Case) -> dict[tuple[str, tuple[str, ...]], int]:
     ],
     ids=str,
 )
-def test_every_byte_that_moves(case):
-    """Activations over pipe as the schedule says, each gradient and each weight once a
-    step; no weight of another stage, no gather of an activation.
+def test_every_byte_that_moves_is_accounted_for(case):
+    """Activations move over pipe as scheduled, gradients and weights once per step.
+
+    No stage gathers the weights of another, and no activation is gathered.
     """
     S, data, fsdp, tensor = sizes(case)
     w = weight_bytes(TOY)
     matrices = (w["trunk/up"] + w["trunk/down"]) // S // tensor
     bias = w["trunk/bias"] // S // tensor
     outside = w["enter/w"] + w["enter/bias"] + w["leave/w"] // tensor
-    whole = w["leave/bias"] // tensor + SUMS
+    replicated = w["leave/bias"] // tensor + SUMS
     expected = {
         key: (count, count * activation_bytes(case, TOY.width))
         for key, count in transfers(case).items()
@@ -93,32 +94,32 @@ def test_every_byte_that_moves(case):
         ("reduce-scatter", ("pipe",)): outside // fsdp,
     }
     if data == fsdp == 1:
-        bytes_of_weights["all-reduce", ("pipe",)] = whole
+        bytes_of_weights["all-reduce", ("pipe",)] = replicated
     elif fsdp > 1:
         bytes_of_weights |= {
             ("all-gather", ("fsdp",)): matrices + outside,
             ("reduce-scatter", ("fsdp",)): matrices + outside,
             ("all-reduce", ("fsdp",)): bias,
-            ("all-reduce", ("pipe", "fsdp")): whole,
+            ("all-reduce", ("pipe", "fsdp")): replicated,
         }
     else:
         bytes_of_weights |= {
             ("all-reduce", ("data",)): matrices + bias + outside // S,
-            ("all-reduce", ("pipe", "data")): whole,
+            ("all-reduce", ("pipe", "data")): replicated,
         }
-    found = {
+    result = {
         key: total
         for key, total in audited(case).by_kind_and_axes().items()
         if key[1] != ("tensor",)
     }
-    moved = {key: found.pop(key, None) for key in expected}
+    moved = {key: result.pop(key, None) for key in expected}
     assert moved == expected
-    assert {key: total for key, (_, total) in found.items()} == bytes_of_weights
+    assert {key: total for key, (_, total) in result.items()} == bytes_of_weights
 
 
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_matrices_travel_in_the_type_of_computing(gather, monkeypatch):
-    # XLA for CPUs aborts on scatters in bfloat16, so there it is float32.
+def test_matrices_are_communicated_in_the_compute_dtype(gather, monkeypatch):
+    # XLA for CPU aborts on reduce-scatters in bfloat16, so float32 is used there.
     monkeypatch.setattr(Sharder, "platform", "tpu")
     case = Case(
         model=dataclasses.replace(GPT, compute_dtype="bfloat16", attention="xla"),
@@ -128,14 +129,14 @@ def test_matrices_travel_in_the_type_of_computing(gather, monkeypatch):
         gather=gather,
     )
     traced = jax.make_jaxpr(case.pipeline.value_and_grad)(*case.inputs())
-    found = {
+    result = {
         (eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
         for eqn in equations(traced.jaxpr)
         if eqn.params.get("axis_name") in ("fsdp", ("fsdp",))
     }
-    # Sums of all microbatches are scattered in float32.
+    # Sums over all microbatches are reduce-scattered in float32.
     scattered = "float32" if gather == "step" else "bfloat16"
-    assert found == {("all_gather", "bfloat16"), ("reduce_scatter", scattered)}
+    assert result == {("all_gather", "bfloat16"), ("reduce_scatter", scattered)}
 
 
 def equations(jaxpr):
@@ -146,7 +147,7 @@ def equations(jaxpr):
 
 
 @pytest.mark.parametrize("remat", ["save-dots", "none"])
-def test_weights_gathered_once_a_microbatch(remat):
+def test_weights_can_be_gathered_per_microbatch(remat):
     model = Classifier(num_layers=16, remat=remat)
     case = Case(
         model=model,
@@ -159,14 +160,14 @@ def test_weights_gathered_once_a_microbatch(remat):
     sim = simulate(case.pipeline.schedule, remat=remat, gather="microbatch")
     w = weight_bytes(model)
     stage = (w["trunk/up"] + w["trunk/down"]) // 4
-    found = [c for c in audited(case).collectives if c.axes == ("fsdp",)]
+    result = [c for c in audited(case).collectives if c.axes == ("fsdp",)]
     for kind, expected in (
         ("all-gather", sim.weight_gathers),
         ("reduce-scatter", sim.weight_scatters),
     ):
         # One layer at a time; weights outside the stack have other shapes.
         layers = [
-            c for c in found if c.kind == kind and c.shape in ((16, 24), (24, 16))
+            c for c in result if c.kind == kind and c.shape in ((16, 24), (24, 16))
         ]
         assert sum(c.bytes for c in layers) == expected * stage
         assert sum(c.count for c in layers) == expected * 2 * 16 / 4
@@ -184,28 +185,28 @@ def gpt(plan: str) -> Case:
 
 def test_a_transformer_gathers_weights_once_and_no_activation():
     case = gpt("data+fsdp+tensor+pipeline")
-    found = audited(case)
+    result = audited(case)
     w = weight_bytes(GPT)
     blocks = sum(size for name, size in w.items() if name.split("/")[-1] != "scale")
     tables = w["embedding"] + w["head"]
-    gathers = [c for c in found.collectives if c.kind == "all-gather"]
+    gathers = [c for c in result.collectives if c.kind == "all-gather"]
     assert {c.axes for c in gathers} == {("fsdp",), ("pipe",)}
-    # Those in a loop would be of every microbatch.
+    # Gathers in a loop would run for every microbatch.
     assert {c.count for c in gathers} == {1}
-    assert found.total("all-gather", "fsdp")[1] == (blocks - tables) // 4 + tables // 2
-    assert found.total("all-gather", "pipe")[1] == tables // 4
+    assert result.total("all-gather", "fsdp")[1] == (blocks - tables) // 4 + tables // 2
+    assert result.total("all-gather", "pipe")[1] == tables // 4
     size = activation_bytes(case, LENGTH * GPT.d_model)
-    count, moved = found.total("collective-permute", "pipe")
-    # The last gradient to leave stage 0 goes nowhere, and is not sent.
+    count, moved = result.total("collective-permute", "pipe")
+    # The last gradient of stage 0's input is not sent.
     assert (count, moved) == (13, 13 * size)
 
 
-def test_a_residual_stream_in_pieces_travels_in_pieces():
+def test_a_sharded_residual_stream_is_sent_sharded():
     case = gpt("data+fsdp+tensor+sequence+pipeline")
-    found = audited(case).collectives
+    result = audited(case).collectives
     half = activation_bytes(case, LENGTH * GPT.d_model) // 2
-    moved = [c for c in found if c.kind in ("collective-permute", "all-to-all")]
+    moved = [c for c in result if c.kind in ("collective-permute", "all-to-all")]
     assert {(c.axes, c.bytes // c.count) for c in moved} == {(("pipe",), half)}
-    # A sequence is gathered inside the model only, never to be exchanged.
-    gathers = [c for c in found if c.kind == "all-gather" and c.axes == ("tensor",)]
+    # A sequence is gathered only inside the model, never for an exchange.
+    gathers = [c for c in result if c.kind == "all-gather" and c.axes == ("tensor",)]
     assert gathers and all("/models/" in c.source for c in gathers)

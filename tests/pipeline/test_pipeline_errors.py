@@ -1,4 +1,4 @@
-"""Bad input for a pipeline: one line that says what to do, status 2, nothing begun."""
+"""Bad settings of a pipeline: one line with the remedy, status 2, no compilation."""
 
 import re
 
@@ -18,17 +18,18 @@ INTERLEAVED = 'pipeline.schedule="interleaved"'
 FLAGS = {
     "layers that the stages do not divide": (
         ["--mesh", "pipe=8", *sets_of("model.num_layers=12")],
-        "mesh axis pipe=8: 12 layers cannot be cut into 8 equal stages. Take 8 or 16 "
-        "layers, or other numbers of stages and chunks whose product divides 12.",
+        "mesh axis pipe=8: 12 layers cannot be divided into 8 equal stages. Use 8 or "
+        "16 layers, or numbers of stages and chunks whose product divides 12.",
     ),
     "fewer layers than stages": (
         [*MESH, *sets_of("model.num_layers=2")],
-        "mesh axis pipe=4: 2 layers cannot be cut into 4 equal stages. Take 4 layers,",
+        "mesh axis pipe=4: 2 layers cannot be divided into 4 equal stages. Use 4 "
+        "layers,",
     ),
     "layers that the chunks do not divide": (
         [*MESH, *LAYERS, *sets_of(INTERLEAVED, "pipeline.num_chunks=3")],
-        "mesh axis pipe=4: 8 layers cannot be cut into 4 equal stages of 3 chunks "
-        "each. Take 12 layers,",
+        "mesh axis pipe=4: 8 layers cannot be divided into 4 equal stages of 3 chunks "
+        "each. Use 12 layers,",
     ),
     "schedule unknown": (
         [*MESH, *LAYERS, *sets_of('pipeline.schedule="1F1B"')],
@@ -82,7 +83,7 @@ FLAGS = {
     ),
     "length that the stages do not divide": (
         [*MESH, *LAYERS, *sets_of("data.length=14")],
-        "14 places of dimension 1 cannot be divided among 4 stages, which share the "
+        "dimension 1 of size 14 cannot be divided among 4 stages, which share the "
         "work outside the blocks. Make it a multiple of 4.",
     ),
     "more stages than devices": (
@@ -91,8 +92,8 @@ FLAGS = {
     ),
     "fewer stages than devices": (
         ["--mesh", "pipe=3", *LAYERS],
-        "mesh pipe=3 needs 3 devices, but there are 8. Change the axis sizes, or give "
-        "one axis size -1.",
+        "mesh pipe=3 needs 3 devices, but there are 8. Change the axis sizes, or set "
+        "one axis to -1.",
     ),
 }
 
@@ -123,20 +124,20 @@ def no_compilation(monkeypatch):
 
 
 @pytest.mark.parametrize("what", FLAGS)
-def test_bad_flags(tmp_path, capfd, what):
+def test_bad_flags_are_refused(tmp_path, capfd, what):
     flags, message = FLAGS[what]
     line = refused(capfd, train(tmp_path / "run", *flags))
     assert re.search(pattern(message), line), line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_refuses_the_same(tmp_path, capfd):
+def test_a_dry_run_refuses_the_same_settings(tmp_path, capfd):
     flags, message = FLAGS["layers that the stages do not divide"]
     line = refused(capfd, train(tmp_path / "run", "--dry-run", *flags))
     assert line.startswith(message)
 
 
-def test_a_model_that_is_no_stack(tmp_path, capfd):
+def test_a_model_without_a_stack_is_refused(tmp_path, capfd):
     config = tmp_path / "digits.gin"
     config.write_text(NO_STACK)
     argv = ["train", "--config", str(config), "--workdir", str(tmp_path / "run"), *MESH]

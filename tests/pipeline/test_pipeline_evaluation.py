@@ -1,4 +1,4 @@
-"""A padded evaluation in pipelines is the one of a single device."""
+"""Padded evaluation in a pipeline equals that on one device."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def figures(mesh: str, num_devices: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("mesh, num_devices", [("pipe=2", 2), ("pipe=2,fsdp=2", 4)])
-def test_pipelines_pad_too(mesh, num_devices):
+def test_padded_evaluation_equals_that_on_one_device(mesh, num_devices):
     one, piped = figures("data=1", 1), figures(mesh, num_devices)
     assert piped.keys() == one.keys()
     assert piped["loss"] == pytest.approx(one["loss"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Pictures of schedules: every operation is drawn, where and as what it is."""
+"""Pictures of schedules show every operation in its place."""
 
 import re
 from xml.etree import ElementTree
@@ -13,7 +13,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 TOOLTIP = re.compile(r"tick (\d+), stage (\d+): (\w+) of microbatch (\d+), chunk (\d+)")
 
 
-def test_text_of_1f1b():
+def test_the_text_of_1f1b():
     assert picture.text(make("1f1b", 2, 3)) == (
         """\
 tick       0
@@ -25,13 +25,13 @@ F forward and B backward of microbatches; . idle"""
     )
 
 
-def test_text_of_chunks_and_two_digits():
+def test_text_has_letters_for_chunks_and_room_for_two_digits():
     lines = picture.text(make("interleaved", 2, 11, 2), 200).splitlines()
     assert lines[0].startswith("tick         0                   5                  10")
     assert lines[1].startswith("stage 0  F  0a  1a  0b  1b  2a  3a  2b  3b")
     assert lines[1].rstrip(" .").endswith("10a   . 10b")
     assert "letters are chunks of layers" in lines[-1]
-    # The number of a tick stands above the end of its cell.
+    # The tick number is right-aligned above its cell.
     ticks = {int(m[0]): m.end() for m in re.finditer(r"\d+", lines[0])}
     assert lines[1][ticks[5] - 2 : ticks[5]] == "3a"
 
@@ -45,20 +45,20 @@ def test_ticks_that_do_not_fit_are_left_out_and_named(width):
     first, last, total = map(int, re.findall(r"\d+", note))
     assert note == f"Ticks {first} to {last} of {total} are left out."
     head, tail = rows[1].split(" ... ")
-    assert len(head.split()) - 3 == first  # beside "stage", "0" and "F"
+    assert len(head.split()) - 3 == first  # besides "stage", "0" and "F"
     assert len(tail.split()) == total - last - 1
     assert total == schedule.num_ticks == 44
     assert rows[2].endswith(" 39")  # the end is shown
 
 
-def test_all_ticks_are_shown_where_they_fit():
+def test_all_ticks_are_shown_if_they_fit():
     schedule = make("1f1b", 3, 40)
     width = max(map(len, picture.text(schedule, 1000).splitlines())) + 1
     assert "left out" not in picture.text(schedule, width)
     assert "left out" in picture.text(schedule, width - 1)
 
 
-def test_colour_changes_nothing_but_the_colour():
+def test_color_changes_only_the_color():
     schedule = make("interleaved", 4, 8, 2)
     plain, painted = (picture.text(schedule, color=color) for color in (False, True))
     stripped = re.sub(r"\x1b\[[\d;]*m", "", painted)
@@ -68,17 +68,17 @@ def test_colour_changes_nothing_but_the_colour():
 
 
 def cells(svg: str) -> dict[tuple[str, ...], ElementTree.Element]:
-    """The rectangle of every operation, by (kind, microbatch, chunk, tick, stage)."""
-    found = {}
+    """Returns the rectangle of each (kind, microbatch, chunk, tick, stage)."""
+    result = {}
     for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
         title = rect.find(f"{SVG}title")
         if title is not None and title.text:
             match = TOOLTIP.fullmatch(title.text)
             assert match, title.text
             tick, stage, kind, m, r = match.groups()
-            assert (kind, m, r, tick, stage) not in found
-            found[kind, m, r, tick, stage] = rect
-    return found
+            assert (kind, m, r, tick, stage) not in result
+            result[kind, m, r, tick, stage] = rect
+    return result
 
 
 CASES = [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 8, 64, 2)]
@@ -106,34 +106,34 @@ def test_no_two_cells_of_the_svg_overlap_and_all_are_inside(name, S, M, R):
     svg = picture.svg(make(name, S, M, R))
     root = ElementTree.fromstring(svg)
     width, height = int(root.attrib["width"]), int(root.attrib["height"])
-    taken = set()
+    covered = set()
     for rect in cells(svg).values():
         x, y, w, h = (int(rect.attrib[k]) for k in ("x", "y", "width", "height"))
         assert 0 <= x < x + w <= width and 0 <= y < y + h <= height
         area = {(i, j) for i in range(x, x + w) for j in range(y, y + h)}
-        assert taken.isdisjoint(area)
-        taken |= area
+        assert covered.isdisjoint(area)
+        covered |= area
     numbers = [text.text for text in root.iter(f"{SVG}text")]
     assert numbers.count(str(M - 1)) >= 2 * S * R  # the last microbatch, in its cells
 
 
 def test_svg_splits_a_tick_of_both_kinds_on_every_stage():
-    found = cells(picture.svg(make("1f1b", 2, 3)))
+    result = cells(picture.svg(make("1f1b", 2, 3)))
 
     def top_and_height(*key):
-        rect = found[tuple(map(str, key))]
+        rect = result[tuple(map(str, key))]
         return int(rect.attrib["y"]), int(rect.attrib["height"])
 
-    whole, tall = top_and_height("forward", 0, 0, 0, 0)
+    top, tall = top_and_height("forward", 0, 0, 0, 0)
     above, short = top_and_height("forward", 2, 0, 2, 0)
     below, _ = top_and_height("backward", 0, 0, 2, 0)
-    assert above == whole < below
+    assert above == top < below
     assert short < tall / 2
-    # At tick 1 stage 1 does both: stage 0, which does a forward alone, is idle below.
+    # At tick 1, stage 1 does both; stage 0 does only a forward and is idle below.
     assert top_and_height("forward", 1, 0, 1, 0) == (above, short)
 
 
-def test_svg_says_what_it_costs_and_escapes_the_name():
+def test_svg_shows_the_cost_and_escapes_the_name():
     schedule = make("interleaved", 4, 8, 2)
     svg = picture.svg(schedule)
     assert ">interleaved: 4 stages of 2 chunks, 8 microbatches<" in svg

@@ -1,4 +1,4 @@
-"""The compiled program does what the schedule says: its loops, FLOPs and memory."""
+"""The compiled program follows the schedule in its loops, FLOPs and memory."""
 
 import dataclasses
 import itertools
@@ -42,35 +42,35 @@ def one(kind: Kind, length: int) -> Loop:
         ("interleaved", 4, 4, 2, [(FORWARD, 7), (BOTH, 4), (BACKWARD, 7)]),
     ],
 )
-def test_a_schedule_is_few_loops(name, S, M, R, expected):
-    found = loops(rows(make(name, S, M, R), training=True))
+def test_a_schedule_becomes_few_loops(name, S, M, R, expected):
+    result = loops(rows(make(name, S, M, R), training=True))
     middle = [one(kind, length) for kind, length in expected]
-    assert found == [one(FEED, 1), *middle, one(LEAVE, 1)]
+    assert result == [one(FEED, 1), *middle, one(LEAVE, 1)]
 
 
-def test_groups_of_interleaved_microbatches_are_one_nested_loop():
+def test_groups_of_interleaved_microbatches_become_one_nested_loop():
     groups = Loop(3, ((BOTH, 2), (BLOCKS_ONLY, 2)))
-    found = loops(rows(make("interleaved", 2, 8, 2), training=True))
+    result = loops(rows(make("interleaved", 2, 8, 2), training=True))
     ends = [one(FORWARD, 3), groups, one(BOTH, 2), one(BACKWARD, 3)]
-    assert found == [one(FEED, 1), *ends, one(LEAVE, 1)]
+    assert result == [one(FEED, 1), *ends, one(LEAVE, 1)]
 
 
-def test_many_ticks_without_work_outside_are_loops_of_their_own():
-    found = loops(rows(make("interleaved", 4, 8, 8), training=True))
+def test_many_ticks_without_work_outside_get_their_own_loops():
+    result = loops(rows(make("interleaved", 4, 8, 8), training=True))
     begin = [one(FEED, 1), one(FORWARD, 3), one(FORWARD._replace(embed=False), 28)]
     middle = [one(BOTH, 4), one(BLOCKS_ONLY, 28), one(BOTH, 4)]
     end = [one(BACKWARD._replace(embed_backward=False), 28), one(BACKWARD, 3)]
-    assert found == [*begin, *middle, *end, one(LEAVE, 1)]
+    assert result == [*begin, *middle, *end, one(LEAVE, 1)]
 
 
-def test_evaluation_runs_forwards_alone():
-    found = loops(rows(make("1f1b", 4, 8), training=False))
+def test_evaluation_runs_only_forwards():
+    result = loops(rows(make("1f1b", 4, 8), training=False))
     head, nothing = FORWARD._replace(head=True), FEED._replace(embed=False)
-    assert found == [one(FEED, 1), one(FORWARD, 3), one(head, 8), one(nothing, 1)]
+    assert result == [one(FEED, 1), one(FORWARD, 3), one(head, 8), one(nothing, 1)]
 
 
 class Recorder(Ticks):
-    """Ticks that only note what they are given."""
+    """Ticks that only record their rows."""
 
     def __init__(self):
         self.seen: list[tuple[int, Kind]] = []
@@ -96,32 +96,32 @@ def test_every_row_is_visited_once_and_in_order(name, S, M, training):
     assert [number for number, _ in recorder.seen] == list(range(len(table.head)))
     for number, kind in recorder.seen:
         real = [bool(np.any(part[number] != IDLE)) for part in table]
-        # Work of the table is done; of forwards and backwards no more than that.
+        # All scheduled work is done, and no other forwards or backwards.
         assert all(
             does or not is_real for does, is_real in zip(kind, real, strict=True)
         )
         assert list(kind[:2]) == real[:2]
 
 
-# In a chunk of one layer the compiler finds what it need not compute again.
+# In a chunk of one layer, the compiler removes the recomputation.
 WIDE = Classifier(num_layers=16, width=64, num_hidden=96)
 
 
 def parts(case: Case) -> tuple[int, int]:
-    """Devices that share a microbatch's rows, and that share its weights."""
+    """Returns the number of devices that share the rows, and the weights."""
     shape = case.pipeline.mesh.shape
     return shape["data"] * shape["fsdp"], shape["tensor"]
 
 
 def toy_flops(case: Case) -> float:
-    """FLOPs of matmuls on one device, as the simulator has them."""
+    """Returns the FLOPs of matmuls on one device, according to the simulator."""
     m, schedule = case.model, case.pipeline.schedule
     ways, tensor = parts(case)
     M, S = schedule.num_microbatches, schedule.num_stages
     num_rows = case.num_rows // M // ways
     forward = m.num_layers * num_rows * 4 * m.width * m.num_hidden / S / tensor
     sim = simulate(schedule, remat=m.remat)
-    # The second matmul of a layer is at its end: nothing needs it computed again.
+    # The second matmul of a layer comes last, so it is never recomputed.
     saved = 0.5 if m.remat == "full" else 0.0
     blocks = sim.ratio * M * (sim.ideal / M - saved) * forward
     head = 3 * 2 * num_rows * m.width * m.num_classes / tensor
@@ -139,7 +139,7 @@ def toy_flops(case: Case) -> float:
         ("interleaved", "none"),
     ],
 )
-def test_executed_flops_are_those_of_the_simulator(name, remat):
+def test_executed_flops_match_the_simulator(name, remat):
     case = Case(
         model=replace(WIDE, remat=remat),
         mesh="pipe=4",
@@ -147,8 +147,8 @@ def test_executed_flops_are_those_of_the_simulator(name, remat):
         num_microbatches=8,
         num_rows=64,
     )
-    found = hlo.flops(case.compile().as_text())
-    assert found == pytest.approx(toy_flops(case), rel=0.01)
+    result = hlo.flops(case.compile().as_text())
+    assert result == pytest.approx(toy_flops(case), rel=0.01)
 
 
 def gpt_flops(case: Case) -> float:
@@ -157,7 +157,7 @@ def gpt_flops(case: Case) -> float:
     M, S = schedule.num_microbatches, schedule.num_stages
     tokens = case.num_rows // M // ways * LENGTH
     heads = m.head_width * m.num_heads
-    scores = 2 * tokens * LENGTH * heads  # and as many to mix the values
+    scores = 2 * tokens * LENGTH * heads  # and as many for the product with the values
     down = 2 * tokens * m.d_model * m.d_ff
     forward = 2 * tokens * m.d_model * 4 * heads + 2 * down + 2 * scores
     again = {"save-named": scores, "save-dots": 2 * scores, "full": forward - down}
@@ -175,14 +175,14 @@ def gpt_flops(case: Case) -> float:
         ("interleaved", "pipe=2,fsdp=2,tensor=2", "full", 2),
     ],
 )
-def test_executed_flops_of_a_transformer(name, mesh, remat, M):
+def test_executed_flops_of_a_transformer_match_the_simulator(name, mesh, remat, M):
     model = replace(GPT, remat=remat)
     case = Case(model=model, mesh=mesh, schedule=name, num_microbatches=M)
-    found = hlo.flops(case.compile().as_text())
-    assert found == pytest.approx(gpt_flops(case), rel=0.01)
+    result = hlo.flops(case.compile().as_text())
+    assert result == pytest.approx(gpt_flops(case), rel=0.01)
 
 
-# Narrow inside, so that what is saved for the backward outweighs the weights.
+# Narrow layers, so that saved inputs outweigh the weights.
 SAVED = Classifier(width=256, num_hidden=32)
 ROWS = 32
 
@@ -206,13 +206,13 @@ def test_temporaries_do_not_grow_with_the_microbatches(name, remat):
     assert many <= 1.05 * few
 
 
-def test_those_of_a_transformer_do_not_grow():
+def test_temporaries_of_a_transformer_do_not_grow_with_the_microbatches():
     model, mesh = replace(GPT, d_model=64), "pipe=2,fsdp=2,tensor=2"
     few, many = (temporaries("1f1b", M, model, mesh) for M in (8, 32))
     assert many <= 1.05 * few
 
 
-def test_those_of_gpipe_grow_by_the_inputs_it_saves():
+def test_temporaries_of_gpipe_grow_by_the_saved_inputs():
     few, many = (temporaries("gpipe", M) for M in (8, 32))
     saved = ROWS * SAVED.width * 4
     assert many - few == pytest.approx((32 - 8) * saved, rel=0.01)

@@ -1,4 +1,4 @@
-"""What a run folder and its report say of a pipeline, and that it is never stale."""
+"""A run folder and its report describe the current pipeline."""
 
 import dataclasses
 import io
@@ -23,14 +23,14 @@ TOKENS_PER_STEP = 16 * 16
 
 
 def write_run(folder, name="1f1b", sizes=(4, 8, None), *, start=0, **changes):
-    """A run folder of 6 steps; the first three were twice as slow."""
-    found = simulate(make(name, *sizes)).to_json()
-    record = {"start": start, "derived": True, **found, **changes}
+    """Writes a run folder of 6 steps; the first three were twice as slow."""
+    result = simulate(make(name, *sizes)).to_json()
+    record = {"start": start, "derived": True, **result, **changes}
     (folder / "pipeline.json").write_text(json.dumps(record))
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     rows = [
         {"step": step, "loss": 5.0 / step, "step_s": 0.4 if step < 4 else 0.2}
-        | {"bubble": found["bubble"]}
+        | {"bubble": result["bubble"]}
         for step in range(1, 7)
     ]
     metrics.JsonLines(folder / "metrics.jsonl").write(rows)
@@ -45,12 +45,12 @@ def section(folder) -> str:
 
 
 def cells(html) -> dict[str, str]:
-    """The table's rows as text."""
+    """Returns the rows of the table as text."""
     rows = re.findall(r'<th scope="row">(.*?)</th><td[^>]*>(.*?)</td>', html)
     return {name: re.sub("<[^>]*>", "", value) for name, value in rows}
 
 
-def test_section_says_what_the_pipeline_costs(tmp_path):
+def test_the_section_shows_the_cost_of_the_pipeline(tmp_path):
     html = section(write_run(tmp_path))
     assert cells(html) == {
         "Schedule": "1f1b",
@@ -67,23 +67,23 @@ def test_section_says_what_the_pipeline_costs(tmp_path):
     assert "1 if any runs a forward and 3 if any runs a backward" in html
 
 
-def test_only_steps_by_this_pipeline_are_measured(tmp_path):
+def test_only_steps_of_this_pipeline_are_measured(tmp_path):
     html = section(
         write_run(tmp_path, "interleaved", (4, 8, 2), start=3, derived=False)
     )
-    found = cells(html)
-    assert found["Schedule"] == "interleaved, since step 4"
-    assert found["Microbatches"] == "8, as configured"
-    assert found["Step time, measured"] == "0.2 s, the median"
+    result = cells(html)
+    assert result["Schedule"] == "interleaved, since step 4"
+    assert result["Microbatches"] == "8, as configured"
+    assert result["Step time, measured"] == "0.2 s, the median"
     assert cells(section(write_run(tmp_path, start=6)))["Step time, measured"] == (
         "not yet"
     )
 
 
-def test_picture_has_every_operation_in_the_colours_of_the_page(tmp_path):
+def test_the_picture_has_every_operation_in_the_colors_of_the_page(tmp_path):
     html = section(write_run(tmp_path, "interleaved", (4, 8, 2)))
     assert html.count("<title>tick") == 2 * 4 * 8 * 2
-    # Dark letters on light cells keep their colour; all else follows the page.
+    # Dark text on light cells keeps its color; everything else follows the page.
     for color in (picture.PAPER, picture.RULE, picture.EMPTY, picture.SOFT):
         assert color not in html
     for name in ("card", "rule", "grid", "soft", "ink"):
@@ -91,7 +91,7 @@ def test_picture_has_every_operation_in_the_colours_of_the_page(tmp_path):
     assert "http" not in html
 
 
-def test_a_large_schedule_is_shortened_and_says_how_to_draw_it(tmp_path):
+def test_a_large_schedule_is_shortened_and_names_the_command_to_draw_it(tmp_path):
     folder = write_run(tmp_path, "interleaved", (16, 128, 4))
     html = section(folder)
     assert "<svg" not in html and len(html) < 20_000
@@ -102,13 +102,13 @@ def test_a_large_schedule_is_shortened_and_says_how_to_draw_it(tmp_path):
     )
 
 
-def test_step_time_is_drawn_beside_its_bubble_for_pipelines_only(tmp_path):
+def test_step_time_is_drawn_with_its_bubble_only_for_pipelines(tmp_path):
     text = write_report(write_run(tmp_path)).read_text("utf-8")
     (data,) = re.findall(r"Step time, s</h3>.*?json\">(.*?)</script>", text, re.DOTALL)
     measured, lost = json.loads(data)["curves"]
     assert measured["values"] == [0.4, 0.4, 0.4, 0.2, 0.2, 0.2]
     assert lost["values"] == pytest.approx([x * 3 / 11 for x in measured["values"]])
-    # The simulated share alone is no curve.
+    # The simulated bubble alone is not a curve.
     assert len(re.findall('<figure class="chart', text)) == 2
 
     rows = [{"step": step, "loss": 1.0, "step_s": 0.4} for step in (1, 2)]
@@ -126,7 +126,7 @@ def test_a_damaged_record_is_refused(tmp_path):
 
 
 def run(folder, num_steps, mesh, **settings) -> str:
-    """Trains on to `num_steps`; returns what the user saw."""
+    """Continues training to `num_steps`; returns the console output."""
     tiny = config_files.load([TINY], root=train.Config).config
     config = dataclasses.replace(
         tiny,
@@ -136,28 +136,28 @@ def run(folder, num_steps, mesh, **settings) -> str:
         eval_batches=0,
     )
     console = Console(file=io.StringIO(), width=200)
-    # The number of steps is no free choice of a run that is continued.
+    # A continued run cannot change its number of steps freely.
     train.train(config, workdir=folder, console=console, insist=True)
     return console.file.getvalue()  # type: ignore
 
 
-def test_a_run_shows_the_pipeline_of_its_last_part(tmp_path):
+def test_a_run_folder_records_the_last_pipeline(tmp_path):
     folder, record = tmp_path / "run", tmp_path / "run" / "pipeline.json"
     with_pipe = "pipe=2,data=4"
     shown = run(folder, 4, with_pipe)
     assert "Pipeline: 1f1b, stages 2, microbatches 4 (derived)" in shown
     assert "bubble 20 % (simulated)" in shown
-    found = json.loads(record.read_text())
-    assert (found["name"], found["start"], found["bubble"]) == ("1f1b", 0, 0.2)
+    result = json.loads(record.read_text())
+    assert (result["name"], result["start"], result["bubble"]) == ("1f1b", 0, 0.2)
 
     run(folder, 8, with_pipe, schedule="gpipe")
-    found = json.loads(record.read_text())
-    assert (found["name"], found["start"]) == ("gpipe", 4)
+    result = json.loads(record.read_text())
+    assert (result["name"], result["start"]) == ("gpipe", 4)
     assert cells(section(folder))["Schedule"] == "gpipe, since step 5"
 
-    # Nothing is trained here, so what trained the run still holds.
+    # Nothing is trained here, so the record stays.
     assert "complete at step 8" in run(folder, 8, "data=8")
-    assert json.loads(record.read_text()) == found
+    assert json.loads(record.read_text()) == result
 
     shown = run(folder, 12, "data=8")
     assert not record.exists() and "bubble" not in shown

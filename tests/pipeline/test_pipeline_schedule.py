@@ -1,4 +1,4 @@
-"""Schedules are checked by playing them, not by the formulas that made them."""
+"""Schedules, checked by playing them, not by the formulas that made them."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from meshloom.sharding.pipeline.schedule import IDLE
 
 pytestmark = pytest.mark.compiles_anew
 
-# Microbatches fewer than, equal to, more than and no multiple of the stages.
+# Microbatches fewer than, equal to, more than, and not a multiple of the stages.
 CASES = [
     (name, S, M, R)
     for name, S, M in itertools.product(
@@ -28,12 +28,12 @@ def schedule(request) -> Schedule:
 
 
 def play(schedule: Schedule) -> dict[int, list[set[tuple[int, int]]]]:
-    """Runs a schedule on sets of what every stage has; fails on what is not there yet.
+    """Runs a schedule on sets of available inputs; fails if one is missing.
 
     Returns, by stage, the (microbatch, chunk) whose inputs are saved at each tick.
     """
     S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-    # What lies ready for a stage: (stage, microbatch, chunk), from the tick before.
+    # What a stage received at the previous tick: (stage, microbatch, chunk).
     inputs = {(0, m, 0) for m in range(M)}
     gradients: set[tuple[int, int, int]] = set()
     saved: list[set[tuple[int, int]]] = [set() for _ in range(S)]
@@ -44,7 +44,7 @@ def play(schedule: Schedule) -> dict[int, list[set[tuple[int, int]]]]:
         for s in range(S):
             m, r = map(int, schedule.forward[tick, s])
             if m != IDLE:
-                inputs.remove((s, m, r))  # KeyError: not there, or used before
+                inputs.remove((s, m, r))  # KeyError: missing, or used before
                 saved[s].add((m, r))
                 done["forward"] += 1
                 if s < S - 1:
@@ -52,7 +52,7 @@ def play(schedule: Schedule) -> dict[int, list[set[tuple[int, int]]]]:
                 elif r < R - 1:
                     new_inputs.add((0, m, r + 1))
                 else:
-                    gradients.add((s, m, r))  # the loss, in the same tick
+                    gradients.add((s, m, r))  # from the loss, in the same tick
             history[s].append(set(saved[s]))
             m, r = map(int, schedule.backward[tick, s])
             if m != IDLE:
@@ -70,7 +70,7 @@ def play(schedule: Schedule) -> dict[int, list[set[tuple[int, int]]]]:
     return history
 
 
-def test_every_operation_runs_once_on_what_is_there(schedule):
+def test_every_operation_runs_once_when_its_input_is_available(schedule):
     play(schedule)
 
 
@@ -82,7 +82,7 @@ def test_two_live_inputs_never_share_a_slot(schedule):
             assert len(set(slots)) == len(slots)
             assert all(0 <= slot < schedule.num_slots for slot in slots)
             most = max(most, len(live))
-    assert schedule.num_slots == most  # and no place is there for nothing
+    assert schedule.num_slots == most  # and no slot is wasted
 
 
 def test_saved_inputs_are_bounded(schedule):
@@ -95,7 +95,7 @@ def test_saved_inputs_are_bounded(schedule):
         assert schedule.num_slots <= min(M * R, 2 * R * S - 1)
 
 
-def test_number_of_ticks(schedule):
+def test_the_number_of_ticks_matches_the_closed_form(schedule):
     S, M, R = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     if schedule.name == "gpipe":
         assert schedule.num_ticks == 2 * (M + S - 1)
@@ -123,7 +123,7 @@ def test_interleaved_has_two_chunks_unless_told():
     assert make("interleaved", 2, 4, 3).num_chunks == 3
 
 
-# What is refused.
+# Errors.
 
 
 def changed(kind: str, change) -> Schedule:
@@ -141,25 +141,25 @@ def test_a_missing_operation_is_refused(kind):
 
     with pytest.raises(
         ValueError,
-        match=f"each {kind} of 4 microbatches, 1 chunks and 3 stages once, found 11 "
-        "operations, 11 of them different",
+        match=f"each {kind} of 4 microbatches, 1 chunks and 3 stages exactly once, "
+        "found 11 operations, 11 of them distinct",
     ):
         changed(kind, drop)
 
 
-def test_an_operation_of_no_microbatch_is_refused():
+def test_an_operation_without_a_microbatch_is_refused():
     def rename(table):
         table[2, 1, 0] = 4  # there are 0 to 3
 
-    with pytest.raises(ValueError, match="found 12 operations, 12 of them different"):
+    with pytest.raises(ValueError, match="found 12 operations, 12 of them distinct"):
         changed("forward", rename)
 
 
-def test_an_operation_that_stands_twice_is_refused():
+def test_a_repeated_operation_is_refused():
     def repeat(table):
         table[-1, 1] = table[2, 1]
 
-    with pytest.raises(ValueError, match="found 13 operations, 12 of them different"):
+    with pytest.raises(ValueError, match="found 13 operations, 12 of them distinct"):
         changed("forward", repeat)
 
 
@@ -167,14 +167,14 @@ def test_an_operation_that_stands_twice_is_refused():
     "kind, stage, ticks, source",
     [("forward", 1, [1, 2], 0), ("backward", 0, [4, 5], 1)],
 )
-def test_an_operation_before_its_source_is_refused(kind, stage, ticks, source):
+def test_an_operation_before_its_input_is_refused(kind, stage, ticks, source):
     def swap(table):
         table[ticks, stage] = table[ticks[::-1], stage]
 
     with pytest.raises(
         ValueError,
-        match=f"1f1b: microbatch 0, chunk 0, stage {stage}: its {kind} must follow one "
-        rf"tick after \(0, 0, {source}\)",
+        match=f"1f1b: microbatch 0, chunk 0, stage {stage}: its {kind} must come one "
+        f"tick after that of microbatch 0, chunk 0, stage {source}",
     ):
         changed(kind, swap)
 
@@ -197,11 +197,14 @@ def test_tables_of_different_length_are_refused():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (("2f2b", 2, 4), "schedule '2f2b' is unknown; there are gpipe, 1f1b, inter"),
-        (("1f1b", 0, 4), "at least 1 of stages, got 0"),
-        (("1f1b", 2, -1), "at least 1 of microbatches, got -1"),
-        (("interleaved", 2, 4, 0), "at least 1 of chunks, got 0"),
-        (("1f1b", 2, 4, 2), "schedule 1f1b has one chunk .* take schedule interleaved"),
+        (
+            ("2f2b", 2, 4),
+            "schedule must be one of gpipe, 1f1b, interleaved, got '2f2b'",
+        ),
+        (("1f1b", 0, 4), "the number of stages must be >= 1, got 0"),
+        (("1f1b", 2, -1), "the number of microbatches must be >= 1, got -1"),
+        (("interleaved", 2, 4, 0), "the number of chunks must be >= 1, got 0"),
+        (("1f1b", 2, 4, 2), "schedule 1f1b has one chunk .* use schedule interleaved"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

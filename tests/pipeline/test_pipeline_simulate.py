@@ -1,4 +1,4 @@
-"""The simulator against closed forms, and against counts made by hand."""
+"""The simulator against closed forms and against counts by hand."""
 
 import json
 from types import SimpleNamespace
@@ -28,28 +28,28 @@ SIZES = Sizes(
 @pytest.mark.parametrize("S", [1, 2, 4, 8])
 @pytest.mark.parametrize("M", [1, 4, 5, 8, 24])
 @pytest.mark.parametrize("remat", BACKWARD_COST)
-def test_work_of_gpipe_and_1f1b(S, M, remat):
+def test_gpipe_and_1f1b_have_the_bubble_of_the_closed_form(S, M, remat):
     for name in ("gpipe", "1f1b"):
-        found = simulate(make(name, S, M), remat=remat)
-        assert found.ratio == pytest.approx((M + S - 1) / M)
-        assert found.bubble == pytest.approx((S - 1) / (M + S - 1))
-        assert found.ideal == M * (1 + BACKWARD_COST[remat])
+        result = simulate(make(name, S, M), remat=remat)
+        assert result.ratio == pytest.approx((M + S - 1) / M)
+        assert result.bubble == pytest.approx((S - 1) / (M + S - 1))
+        assert result.ideal == M * (1 + BACKWARD_COST[remat])
 
 
 @pytest.mark.parametrize("S", [1, 2, 4])
 @pytest.mark.parametrize("R", [1, 2, 3, 4])
 @pytest.mark.parametrize("groups", [1, 2, 5])
-def test_work_of_interleaved(S, R, groups):
+def test_interleaved_has_the_bubble_of_the_closed_form(S, R, groups):
     M = groups * S
-    found = simulate(make("interleaved", S, M, R))
-    assert found.ratio == pytest.approx((M + (S - 1) / R) / M)
+    result = simulate(make("interleaved", S, M, R))
+    assert result.ratio == pytest.approx((M + (S - 1) / R) / M)
 
 
-def test_an_incomplete_group_costs_as_a_whole_one_would_up_to_its_last_chunk():
-    # The last of 5 microbatches goes round 4 stages alone, twice: 16 ticks, not 13.
-    found = simulate(make("interleaved", 4, 5, 2), remat="none")
-    assert (found.forward_ticks, found.backward_ticks) == (16, 16)
-    assert found.cost == 16 / 2 * (1 + 2)
+def test_an_incomplete_group_costs_as_much_as_a_full_one():
+    # The last of 5 microbatches goes around 4 stages alone, twice: 16 ticks, not 13.
+    result = simulate(make("interleaved", 4, 5, 2), remat="none")
+    assert (result.forward_ticks, result.backward_ticks) == (16, 16)
+    assert result.cost == 16 / 2 * (1 + 2)
 
 
 def test_policies_are_those_of_the_models():
@@ -61,25 +61,25 @@ def test_policies_are_those_of_the_models():
 def test_live_inputs_by_stage():
     assert simulate(make("1f1b", 4, 16)).live == (7, 5, 3, 1)
     assert simulate(make("gpipe", 4, 16)).live == (16, 16, 16, 16)
-    found = simulate(make("interleaved", 4, 16, 2))
-    assert found.live == (11, 9, 7, 5) and found.slots == 11
+    result = simulate(make("interleaved", 4, 16, 2))
+    assert result.live == (11, 9, 7, 5) and result.slots == 11
 
 
-def test_traffic():
-    found = simulate(make("1f1b", 4, 16), sizes=SIZES)
-    assert found.sends == (19, 19)
-    assert found.traffic.ring == 38 * MIB
-    assert found.boundary_transfers == 4 * 16
-    assert found.traffic.boundary == 4 * 16 * 3 / 4 * MIB
-    # Each chunk is sent on: the ring carries R times as much.
+def test_traffic_counts_sends_and_boundary_transfers():
+    result = simulate(make("1f1b", 4, 16), sizes=SIZES)
+    assert result.sends == (19, 19)
+    assert result.traffic.ring == 38 * MIB
+    assert result.boundary_transfers == 4 * 16
+    assert result.traffic.boundary == 4 * 16 * 3 / 4 * MIB
+    # Every chunk is sent: the ring carries R times as much.
     assert simulate(make("interleaved", 4, 16, 2)).sends == (35, 35)
 
 
 def test_one_stage_sends_nothing():
-    found = simulate(make("1f1b", 1, 3), sizes=SIZES)
-    assert found.sends == (0, 0) and found.boundary_transfers == 0
-    assert found.traffic.ring == found.traffic.boundary == 0
-    assert found.bubble == 0
+    result = simulate(make("1f1b", 1, 3), sizes=SIZES)
+    assert result.sends == (0, 0) and result.boundary_transfers == 0
+    assert result.traffic.ring == result.traffic.boundary == 0
+    assert result.bubble == 0
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_one_stage_sends_nothing():
 )
 def test_memory_of_each_policy(remat, inputs, kept_layers, residuals):
     schedule = make("interleaved", 4, 16, 2)
-    found = simulate(schedule, remat=remat, sizes=SIZES)
-    assert found.kept_layers == kept_layers
-    assert found.memory.inputs == inputs * MIB
-    assert found.memory.residuals == residuals * MIB
+    result = simulate(schedule, remat=remat, sizes=SIZES)
+    assert result.kept_layers == kept_layers
+    assert result.memory.inputs == inputs * MIB
+    assert result.memory.residuals == residuals * MIB
 
 
 @pytest.mark.parametrize(
@@ -105,42 +105,42 @@ def test_memory_of_each_policy(remat, inputs, kept_layers, residuals):
     [("none", 1), ("save-named", 2), ("save-dots", 2), ("full", 2)],
 )
 @pytest.mark.parametrize("R, ticks", [(1, 19), (2, 35)])
-def test_gathers_once_a_microbatch(remat, in_a_backward, R, ticks):
+def test_gathers_per_microbatch_are_counted_per_pass(remat, in_a_backward, R, ticks):
     schedule = make("interleaved", 4, 16, R)
-    found = simulate(schedule, remat=remat, gather="microbatch", sizes=SIZES)
-    assert found.weight_gathers == ticks * (1 + in_a_backward) / R
-    assert found.weight_scatters == ticks / R
-    whole = ticks * (2 + in_a_backward) / R
-    assert found.traffic.weights == whole * 80 * MIB * 3 / 4
-    # A quarter is stored; one of the 4 layers is whole.
-    assert found.memory.weights == found.memory.gradients == (20 + 20) * MIB
+    result = simulate(schedule, remat=remat, gather="microbatch", sizes=SIZES)
+    assert result.weight_gathers == ticks * (1 + in_a_backward) / R
+    assert result.weight_scatters == ticks / R
+    transfers = ticks * (2 + in_a_backward) / R
+    assert result.traffic.weights == transfers * 80 * MIB * 3 / 4
+    # A quarter is stored; one of the 4 layers is gathered.
+    assert result.memory.weights == result.memory.gradients == (20 + 20) * MIB
 
 
-def test_gathers_once_a_step():
-    found = simulate(make("interleaved", 4, 16, 2), sizes=SIZES)
-    assert (found.weight_gathers, found.weight_scatters) == (1, 1)
-    assert found.traffic.weights == 2 * 80 * MIB * 3 / 4
-    assert found.memory.weights == (20 + 80) * MIB
-    assert found.memory.gradients == 80 * MIB
+def test_gathers_per_step_are_counted_once():
+    result = simulate(make("interleaved", 4, 16, 2), sizes=SIZES)
+    assert (result.weight_gathers, result.weight_scatters) == (1, 1)
+    assert result.traffic.weights == 2 * 80 * MIB * 3 / 4
+    assert result.memory.weights == (20 + 80) * MIB
+    assert result.memory.gradients == 80 * MIB
 
 
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_whole_weights_are_not_gathered(gather):
+def test_weights_without_fsdp_are_not_gathered(gather):
     sizes = Sizes(weight_bytes=80, layers_per_stage=4)
-    found = simulate(make("1f1b", 2, 4), gather=gather, sizes=sizes)
-    assert found.traffic.weights == 0
-    assert found.memory.weights == found.memory.gradients == 80
+    result = simulate(make("1f1b", 2, 4), gather=gather, sizes=sizes)
+    assert result.traffic.weights == 0
+    assert result.memory.weights == result.memory.gradients == 80
 
 
 def test_bytes_are_unknown_without_sizes():
-    found = simulate(make("1f1b", 2, 4), remat="full", gather="microbatch")
-    assert set(vars(found.memory).values()) == {None}
-    assert set(vars(found.traffic).values()) == {None}
+    result = simulate(make("1f1b", 2, 4), remat="full", gather="microbatch")
+    assert set(vars(result.memory).values()) == {None}
+    assert set(vars(result.traffic).values()) == {None}
     partly = simulate(make("1f1b", 2, 4), sizes=Sizes(activation_bytes=5))
     assert partly.memory.inputs == 15 and partly.memory.residuals is None
 
 
-def test_compare():
+def test_compare_simulates_every_schedule():
     rows = compare(4, 16, 2, remat="none", sizes=SIZES)
     assert [row.name for row in rows] == ["gpipe", "1f1b", "interleaved"]
     assert [row.slots for row in rows] == [16, 7, 11]
@@ -149,7 +149,7 @@ def test_compare():
     assert [row.name for row in compare(4, 16, names=["1f1b"])] == ["1f1b"]
 
 
-def test_json_holds_the_shares():
+def test_json_includes_bubble_and_ratio():
     document = json.loads(
         json.dumps(simulate(make("1f1b", 4, 9), sizes=SIZES).to_json())
     )
@@ -165,13 +165,15 @@ def test_json_holds_the_shares():
         ("1f1b", 4, None, [8, 7, 6], 0.3, 7),  # exactly 3/10, which 1 - 7/10 is not
         ("1f1b", 4, None, [4, 8, 2], 0.1, 8),
         ("interleaved", 4, 2, [8, 16, 32], 0.1, 16),
-        # 5 is worse than 4, as its last microbatch goes round alone.
+        # 5 is worse than 4, because its last microbatch goes around alone.
         ("interleaved", 4, 2, [4, 5], 0.1, 4),
         ("1f1b", 1, None, [4, 2, 8], 0.1, 2),
         ("gpipe", 1, None, [3, 3], 0.0, 3),
     ],
 )
-def test_best_microbatches(name, S, R, allowed, goal, best):
+def test_best_microbatches_is_the_smallest_that_reaches_the_goal(
+    name, S, R, allowed, goal, best
+):
     assert best_microbatches(name, S, R, allowed, goal) == best
 
 
@@ -180,31 +182,37 @@ def test_best_microbatches(name, S, R, allowed, goal, best):
     [
         (
             lambda s: simulate(s, remat="some"),
-            "remat 'some' is unknown; there are none",
+            "remat must be one of none, .* got 'some'",
         ),
-        (lambda s: simulate(s, gather="never"), "gather 'never' .* step, microbatch"),
-        (lambda s: Sizes(fsdp=0), "size fsdp must be at least 1, got 0"),
-        (lambda s: Sizes(residual_bytes={"none": 0}), "size none must be at least 1"),
-        (lambda s: Sizes(residual_bytes={"full": 3}), "'full': give those of none"),
-        (lambda s: best_microbatches("1f1b", 4, None, []), "with 4 stages; allow at"),
+        (
+            lambda s: simulate(s, gather="never"),
+            "gather must be one of step, microbatch, got 'nev",
+        ),
+        (lambda s: Sizes(fsdp=0), "size fsdp must be >= 1, got 0"),
+        (lambda s: Sizes(residual_bytes={"none": 0}), "size none must be >= 1"),
+        (lambda s: Sizes(residual_bytes={"full": 3}), "must be none, .* got 'full'"),
+        (
+            lambda s: best_microbatches("1f1b", 4, None, []),
+            "with 4 stages: allowed must",
+        ),
         (
             lambda s: simulate(s, sizes=Sizes(layers_per_stage=3)),
-            "interleaved: 3 layers a stage cannot be cut into 2 chunks",
+            "interleaved: 3 layers per stage cannot be divided into 2 chunks",
         ),
     ],
 )
-def test_what_is_refused(call, message):
+def test_bad_arguments_are_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call(make("interleaved", 2, 4, 2))
 
 
-def test_a_chunk_of_one_layer_is_gathered_once_in_a_backward():
-    """The compiler sees that its two computations are one."""
+def test_a_chunk_of_one_layer_is_gathered_once_per_backward():
+    """The compiler merges its two computations."""
     sizes = Sizes(layers_per_stage=8)
-    found = simulate(
+    result = simulate(
         make("interleaved", 4, 8, 8), remat="full", gather="microbatch", sizes=sizes
     )
-    assert found.weight_gathers == 2 * 67 / 8
+    assert result.weight_gathers == 2 * 67 / 8
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def test_a_chunk_of_one_layer_is_gathered_once_in_a_backward():
     [("full", 1, False, 4), ("full", 2, True, 5), ("save-named", 1, True, 4)],
 )
 def test_a_layer_is_recomputed_once(remat, layers, is_wrapped, forwards):
-    """Of a chunk of one layer, full remat has nothing to recompute a second time."""
+    """In a chunk of one layer, full remat recomputes nothing a second time."""
     calls = []
 
     def rematerialize(body):
@@ -229,12 +237,12 @@ def test_a_layer_is_recomputed_once(remat, layers, is_wrapped, forwards):
     chunks = Chunks(stack, params, {"w": keeps}, 2, None)  # type: ignore
     _, pull = chunks.backward(1, jnp.ones((4, 3)), {})
     assert bool(calls) == is_wrapped
-    found = simulate(
+    result = simulate(
         make("interleaved", 2, 4, 2),
         remat=remat,
         sizes=Sizes(layers_per_stage=2 * layers),
     )
-    assert 1 + found.backward_cost == forwards
+    assert 1 + result.backward_cost == forwards
     grads, _ = pull(jnp.ones((4, 3)))
 
     def plain(w):

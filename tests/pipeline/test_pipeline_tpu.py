@@ -1,7 +1,7 @@
-"""The compiler for TPUs agrees: memory does not grow with the number of microbatches.
+"""XLA for TPU agrees: memory does not grow with the number of microbatches.
 
-The benchmark compiles for devices that need not be there, in processes of its own:
-beside a CPU jax, libtpu makes every start slower. Without libtpu that is skipped.
+The benchmark compiles for devices that are not present, in separate processes: with
+libtpu, every start of a CPU jax is slower. Without libtpu, these tests are skipped.
 """
 
 import importlib.util
@@ -17,8 +17,8 @@ from paths import ROOT
 SCRIPT = ROOT / "benchmarks" / "pipeline.py"
 FEW, MANY = 8, 32
 SIZES = "--layers 8 --width 128 --length 256 --vocab 1024 --rows 8"
-# Left alone, the compiler keeps all of so small a model in the chip's fast memory, and
-# counts as temporaries only what is outside it.
+# By default, the compiler keeps all of so small a model in VMEM and counts only memory
+# outside it as temporaries.
 OUTSIDE = "--compiler xla_vf_vmem_memory_space_assignment=false"
 TIME_LIMIT = 540
 
@@ -29,9 +29,9 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def start(topology: str, *words: str) -> subprocess.Popen:
+def start(topology: str, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, SCRIPT, "--topology", topology, *words],
+        [sys.executable, SCRIPT, "--topology", topology, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -40,7 +40,7 @@ def start(topology: str, *words: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
-    """(status, what it said on stderr)"""
+    """Returns the exit status and stderr."""
     try:
         _, errors = process.communicate(timeout=TIME_LIMIT)
     finally:
@@ -55,14 +55,14 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
     params=["v5e:4x4", pytest.param("v5p:4x4x4", marks=pytest.mark.slow)],
 )
 def cases(request, tmp_path_factory) -> dict[str, dict]:
-    """Figures of the schedules, compiled in two processes at once."""
+    """Returns figures of the schedules, compiled in two concurrent processes."""
     folder = tmp_path_factory.mktemp("tpu")
-    words = [*SIZES.split(), *OUTSIDE.split(), "--microbatches", str(FEW)]
+    arguments = [*SIZES.split(), *OUTSIDE.split(), "--microbatches", str(FEW)]
     running = {}
     try:
         for names in (["interleaved"], ["1f1b", "gpipe"]):
             file = folder / f"{names[0]}.json"
-            options = [*words, "--json", str(file), "--cases", *names]
+            options = [*arguments, "--json", str(file), "--cases", *names]
             running[file] = start(request.param, *options)
         for process in running.values():
             status, errors = finish(process)
@@ -72,12 +72,12 @@ def cases(request, tmp_path_factory) -> dict[str, dict]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
-    found = [json.loads(file.read_text())["cases"] for file in running]
-    return {case["case"]: case for part in found for case in part}
+    result = [json.loads(file.read_text())["cases"] for file in running]
+    return {case["case"]: case for part in result for case in part}
 
 
 def of(case: dict, figure: str) -> list:
-    """A figure with few and with many microbatches."""
+    """Returns a figure with few and with many microbatches."""
     return [case[f"microbatches_{num}"][figure] for num in (FEW, MANY)]
 
 
@@ -90,7 +90,7 @@ def test_temporaries_do_not_grow_with_microbatches(cases, name):
 
 @needs_libtpu
 def test_temporaries_of_gpipe_grow(cases):
-    """So what the other schedules save is among what is counted."""
+    """This shows that the saved inputs are among the memory that is counted."""
     few, many = of(cases["gpipe"], "temporaries")
     # Inputs of a stage, [8 rows, 256 positions, width 128] in bfloat16.
     assert many - few > 0.8 * (MANY - FEW) * 8 * 256 * 128 * 2
@@ -98,7 +98,7 @@ def test_temporaries_of_gpipe_grow(cases):
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe"])
-def test_weights_alone_are_gathered(cases, name):
+def test_only_weights_are_gathered(cases, name):
     few, many = (
         {
             tuple(total["axes"]): (total["count"], total["bytes"])
@@ -107,14 +107,14 @@ def test_weights_alone_are_gathered(cases, name):
         }
         for totals in of(cases[name], "collectives")
     )
-    # What is gathered of microbatches is gathered more often with more of them.
+    # Gathers of microbatches would grow in number with the microbatches.
     assert few == many
     assert few.keys() == {("fsdp",), ("pipe",)}
 
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe"])
-def test_products_grow_as_the_simulator_says(cases, name):
+def test_flops_grow_as_simulated(cases, name):
     executed, simulated = (
         many / few
         for few, many in (of(cases[name], x) for x in ("flops", "simulated_flops"))
@@ -123,7 +123,7 @@ def test_products_grow_as_the_simulator_says(cases, name):
 
 
 @pytest.mark.skipif(has_libtpu, reason="libtpu is installed")
-def test_without_libtpu_one_line_says_so():
+def test_without_libtpu_there_is_a_one_line_error():
     status, errors = finish(start("v5e:4x4"))
     assert status == 2
     assert errors.count("\n") == 1

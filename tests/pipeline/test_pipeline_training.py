@@ -1,4 +1,4 @@
-"""Training by any schedule is training without a pipeline, whatever follows it."""
+"""Training with any schedule equals training without a pipeline."""
 
 import dataclasses
 import functools
@@ -31,8 +31,8 @@ CONFIG = dataclasses.replace(
     num_steps=NUM_STEPS,
 )
 
-# mesh: microbatches of 16 examples, for gpipe, 1f1b and interleaved: fewer than the
-# stages, equal to them, more; not a multiple of them in a test below.
+# For each mesh, the microbatches of 16 examples for gpipe, 1f1b and interleaved: fewer
+# than the stages, equal to them, more. A test below has one that is not a multiple.
 MESHES = {
     "pipe=2": (2, 4, 8),
     "pipe=4": (8, 4, 16),
@@ -41,8 +41,8 @@ MESHES = {
     "pipe=4,fsdp=2": (2, 8, 4),
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-# Gradients of every schedule on every mesh are compared in test_pipeline; here each
-# mesh trains by one always, and by the others in the slow form.
+# test_pipeline compares the gradients of every schedule on every mesh. Here each mesh
+# always trains with one schedule, and with the others in the slow tests.
 ALWAYS = {
     ("pipe=2", "gpipe"),
     ("pipe=4", "1f1b"),
@@ -73,20 +73,20 @@ def check(prepared):
     initial, losses, _ = short_runs.run(prepared, prepared.compile())
     expected, expected_losses, _ = reference(prepared.config.batch_size)
     jax.tree.map(np.testing.assert_array_equal, initial, expected)
-    # Sums in another order differ in the last bits, which 20 steps may amplify.
+    # Sums in a different order differ in the last bits, which 20 steps may amplify.
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert len(losses) == NUM_STEPS and losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("mesh, schedule, num", LAYOUTS)
-def test_training_is_the_same_by_every_schedule(mesh, schedule, num):
+def test_training_is_the_same_with_every_schedule(mesh, schedule, num):
     prepared = prepare(mesh, schedule, num)
-    found = {array.path: array for array in prepared.layout.params.arrays}
+    result = {array.path: array for array in prepared.layout.params.arrays}
     sizes = MeshSpec.parse(mesh)
-    blocks = found["blocks/mlp/down"]
+    blocks = result["blocks/mlp/down"]
     assert blocks.spec[0] == "pipe"
     assert blocks.ways == sizes.pipe * sizes.fsdp * sizes.tensor
-    assert found["embedding"].ways == blocks.ways
+    assert result["embedding"].ways == blocks.ways
     check(prepared)
 
 
@@ -113,8 +113,8 @@ def test_remat_and_gather_do_not_change_training(remat, gather):
     check(prepare("pipe=2,fsdp=2", "1f1b", 4, config, gather=gather))
 
 
-def test_evaluation_goes_through_the_stages():
-    found = {}
+def test_evaluation_in_a_pipeline_is_the_same():
+    result = {}
     for mesh, schedule in [("data=1", "1f1b"), ("pipe=2,data=2", "interleaved")]:
         prepared = prepare(mesh, schedule)
         state = prepared.layout.create(jax.random.key(0), prepared.mesh)
@@ -122,8 +122,8 @@ def test_evaluation_goes_through_the_stages():
         arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         arrays[batches.SAMPLE_IDS] = np.arange(len(rows), dtype=np.uint32)
         batch = jax.device_put(arrays, prepared.program.batch_shardings)
-        found[mesh] = jax.device_get(prepared.program.evaluate(state, batch))
-    one, staged = found.values()
+        result[mesh] = jax.device_get(prepared.program.evaluate(state, batch))
+    one, staged = result.values()
     assert one.keys() == staged.keys()
     for name in one:
         np.testing.assert_allclose(staged[name], one[name], rtol=1e-6)
@@ -136,8 +136,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_is_the_same_on_disk_whatever_pipeline_wrote_it(name, tmp_path):
-    """Every array of the state, optimizer's too, with layers in their own order."""
+def test_a_state_on_disk_does_not_depend_on_the_pipeline(name, tmp_path):
+    """Every array of the state, with layers in their natural order."""
     config = dataclasses.replace(CONFIG, optimizer=OPTIMIZERS[name])
     states = {}
     for mesh, schedule in [("data=1", "1f1b"), ("pipe=2,tensor=2", "interleaved")]:
@@ -150,7 +150,7 @@ def test_a_state_is_the_same_on_disk_whatever_pipeline_wrote_it(name, tmp_path):
         if order is not None:  # stage 0 holds layers 0, 1, 4, 5
             assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
             np.testing.assert_array_equal(blocks[0], np.asarray(blocks[1])[order])
-            # Reordered twice each way by now, and compiled once.
+            # Reordered twice each way by now, but compiled only once.
             compiled = prepared.layout._reorderings.values()
             assert [f._cache_size() for f in compiled] == [1, 1]  # type: ignore
         saved = manager.Checkpoints(tmp_path / schedule)
@@ -169,8 +169,8 @@ def test_a_state_is_the_same_on_disk_whatever_pipeline_wrote_it(name, tmp_path):
     jax.tree_util.tree_map_with_path(same, staged, one)
 
 
-def test_a_run_goes_on_with_another_pipeline_or_none(tmp_path):
-    """Saved by pipe=4 interleaved, continued by pipe=2 1f1b, then without."""
+def test_a_run_continues_with_another_pipeline_or_none(tmp_path):
+    """Saved with pipe=4 interleaved, continued with pipe=2 1f1b, then without."""
     config = dataclasses.replace(CONFIG, save_every=2, log_every=1)
     parts = [
         (2, MeshSpec(pipe=4, data=2), "interleaved"),
@@ -195,7 +195,7 @@ class Stopped(Exception):
 
 @dataclasses.dataclass
 class StopAt:
-    """Ends a run as if it had been killed, after what else is due at that step."""
+    """Ends a run as if it were killed, after the other hooks of that step."""
 
     step: int
     every: int = 1

@@ -1,4 +1,4 @@
-"""A config with a pipe axis: derived microbatches, its words, and what is refused."""
+"""A config with a pipe axis: derived microbatches, its description, and errors."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def stage(config, mesh):
 
 
 def plan(mesh, schedule="1f1b", num_chunks=None, *, num_layers=8, **changes):
-    """The plan of the tiny config on a mesh that need not be here."""
+    """Returns the pipeline plan of the tiny config on an abstract mesh."""
     model = dataclasses.replace(tiny().model, num_layers=num_layers)
     changes = {"model": model, **changes}
     changes["pipeline"] = Pipelining(schedule=schedule, num_chunks=num_chunks)
@@ -43,7 +43,7 @@ def plan(mesh, schedule="1f1b", num_chunks=None, *, num_layers=8, **changes):
     return stage(config, spec)
 
 
-def test_without_a_pipe_axis_there_is_no_plan():
+def test_without_a_pipe_axis_there_is_no_pipeline():
     assert plan("data=8") is None
     assert plan("data=8", "interleaved", num_layers=7) is None
 
@@ -51,13 +51,13 @@ def test_without_a_pipe_axis_there_is_no_plan():
 @pytest.mark.parametrize(
     "mesh, schedule, batch_size, num, bubble",
     [
-        # The smallest divisor with a bubble of at most a tenth, which takes 9.
+        # The smallest divisor with a bubble <= 10 %; 9 would be enough.
         ("pipe=2", "1f1b", 18, 9, 1 / 10),
         ("pipe=2", "gpipe", 64, 16, 1 / 17),
-        # Each of 2 devices has 8 examples, too few: as many as there can be.
+        # Each of 2 devices has only 8 examples: as many microbatches as possible.
         ("pipe=4,data=2", "1f1b", 16, 8, 3 / 11),
         ("pipe=4,data=2", "1f1b", 2, 1, 3 / 4),
-        # Batches are cut over data and fsdp, not over tensor.
+        # Batches are sharded over data and fsdp, not over tensor.
         ("pipe=4,data=2,fsdp=2", "1f1b", 128, 32, 3 / 35),
         ("pipe=4,tensor=2", "1f1b", 64, 32, 3 / 35),
         ("pipe=4", "interleaved", 64, 16, 1.5 / 17.5),
@@ -65,15 +65,15 @@ def test_without_a_pipe_axis_there_is_no_plan():
     ],
 )
 def test_the_number_of_microbatches_is_derived(mesh, schedule, batch_size, num, bubble):
-    found = plan(mesh, schedule, batch_size=batch_size, num_layers=24)
-    assert found.derived
-    assert found.schedule.num_microbatches == num
-    assert found.simulation.bubble == pytest.approx(bubble)
+    result = plan(mesh, schedule, batch_size=batch_size, num_layers=24)
+    assert result.derived
+    assert result.schedule.num_microbatches == num
+    assert result.simulation.bubble == pytest.approx(bubble)
 
 
-def test_a_given_number_is_kept():
-    found = plan("pipe=4,data=2", num_microbatches=2)
-    assert not found.derived and found.schedule.num_microbatches == 2
+def test_a_configured_number_of_microbatches_is_kept():
+    result = plan("pipe=4,data=2", num_microbatches=2)
+    assert not result.derived and result.schedule.num_microbatches == 2
 
 
 def test_the_simulation_knows_remat_and_gather():
@@ -82,24 +82,24 @@ def test_the_simulation_knows_remat_and_gather():
         tiny(), model=model, pipeline=Pipelining(gather="microbatch")
     )
     mesh = MeshSpec(pipe=2, fsdp=2).abstract()
-    found = stage(config, mesh)
-    assert (found.simulation.remat, found.simulation.gather) == ("full", "microbatch")
+    result = stage(config, mesh)
+    assert (result.simulation.remat, result.simulation.gather) == ("full", "microbatch")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_the_record_in_the_run_folder_redraws_the_schedule(schedule):
-    found = plan("pipe=4,data=2", schedule)
-    record = json.loads(json.dumps(found.to_json(start=7)))
+    result = plan("pipe=4,data=2", schedule)
+    record = json.loads(json.dumps(result.to_json(start=7)))
     sizes = ("num_stages", "num_microbatches", "num_chunks")
     again = make(record["name"], *(record[size] for size in sizes))
-    np.testing.assert_array_equal(again.forward, found.schedule.forward)
-    np.testing.assert_array_equal(again.backward, found.schedule.backward)
+    np.testing.assert_array_equal(again.forward, result.schedule.forward)
+    np.testing.assert_array_equal(again.backward, result.schedule.backward)
     assert (record["start"], record["derived"]) == (7, True)
-    assert record["bubble"] == found.simulation.bubble
+    assert record["bubble"] == result.simulation.bubble
 
 
 @pytest.mark.parametrize(
-    "settings, words",
+    "settings, text",
     [
         (
             {"schedule": "interleaved"},
@@ -116,12 +116,12 @@ def test_the_record_in_the_run_folder_redraws_the_schedule(schedule):
         ),
     ],
 )
-def test_what_the_user_reads(settings, words):
-    assert plan("pipe=4,data=2", **settings).describe(16) == words
+def test_the_description_names_schedule_and_bubble(settings, text):
+    assert plan("pipe=4,data=2", **settings).describe(16) == text
 
 
 MESH = "pipe=4,data=2"
-# How a pipeline is set, what is advised, and the same done.
+# The settings, the advice, and the settings that follow it.
 ADVICE = {
     "larger batch": (
         {"num_layers": 4},
@@ -163,18 +163,18 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("what", ADVICE)
-def test_advice_keeps_its_promise(what):
-    settings, words, followed = ADVICE[what]
+def test_following_the_advice_gives_the_promised_bubble(what):
+    settings, advice, followed = ADVICE[what]
     before, after = (plan(MESH, **each).simulation for each in (settings, followed))
     assert after.bubble < before.bubble and before.bubble > 0.2
     advice = plan(MESH, **settings).advice
     ways = advice.removeprefix(". It would be smaller with ").rstrip(".").split(" or ")
-    assert f"{words} ({100 * after.bubble:.1f} %)" in ways
+    assert f"{advice} ({100 * after.bubble:.1f} %)" in ways
 
 
-def test_no_advice_where_it_would_not_help():
-    assert plan("pipe=2", num_microbatches=4).advice == ""  # a fifth is bubble
-    # One microbatch passes the chunks one after the other, and others need layers.
+def test_there_is_no_advice_that_would_not_help():
+    assert plan("pipe=2", num_microbatches=4).advice == ""  # the bubble is a fifth
+    # One microbatch passes the chunks in sequence, and more chunks need more layers.
     assert "interleaved" not in plan(MESH, batch_size=2).advice
     assert "interleaved" not in plan(MESH, num_layers=4).advice
     assert "chunks" not in plan(MESH, "interleaved", batch_size=4).advice
@@ -183,11 +183,11 @@ def test_no_advice_where_it_would_not_help():
 REFUSED = {
     "layers that 3 stages do not divide": (
         lambda: plan("pipe=3"),
-        "mesh axis pipe=3: 8 layers cannot be cut into 3 equal stages. Take 6 or 9",
+        "mesh axis pipe=3: 8 layers cannot be divided into 3 equal stages. Use 6 or 9",
     ),
     "layers that the chunks do not divide": (
         lambda: plan(MESH, "interleaved", num_layers=4),
-        "mesh axis pipe=4: 4 layers .* stages of 2 chunks each. Take 8 layers",
+        "mesh axis pipe=4: 4 layers .* stages of 2 chunks each. Use 8 layers",
     ),
     "a plan without the axis": (
         lambda: plan(MESH, plan="data+fsdp"),
@@ -234,13 +234,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(what):
+def test_bad_settings_are_errors(what):
     build, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         build()
 
 
-def test_settings_without_a_pipe_axis_are_said_to_have_no_effect():
+def test_settings_without_a_pipe_axis_are_reported_to_have_no_effect():
     line = "The settings of the pipeline have no effect: the mesh has pipe=1"
     pipeline = Pipelining(schedule="gpipe")
     assert line in short_runs.prepare(tiny(), "data=1", pipeline=pipeline).describe()

@@ -125,11 +125,17 @@ def test_svg(run, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--microbatches 0", "a schedule needs at least 1 of microbatches, got 0"),
-        ("--schedule zero", "schedule 'zero' is unknown; there are gpipe, 1f1b"),
-        ("--remat some", "remat 'some' is unknown; there are none, save-named"),
-        ("--chunks 0 --layers 3", "a schedule needs at least 1 of chunks, got 0"),
-        ("--schedule interleaved --layers 3", "schedule interleaved: 3 layers a stage"),
+        ("--microbatches 0", "the number of microbatches must be >= 1, got 0"),
+        (
+            "--schedule zero",
+            "schedule must be one of gpipe, 1f1b, interleaved, got 'zero'",
+        ),
+        ("--remat some", "remat must be one of none, save-named, save-dots"),
+        ("--chunks 0 --layers 3", "the number of chunks must be >= 1, got 0"),
+        (
+            "--schedule interleaved --layers 3",
+            "schedule interleaved: 3 layers per stage",
+        ),
         ("--activation 64MB", "--activation: '64MB' is no size; expected a number"),
         ("--activation 0", "--activation: '0' is no size"),
         ("--activation=", "--activation: '' is no size"),
@@ -142,7 +148,10 @@ def test_svg(run, tmp_path):
             "--layers 2 --activation 9 --residual none",
             "--residual 'none': expected POL",
         ),
-        ("--layers 2 --activation 9 --residual full=3", "residual_bytes of 'full'"),
+        (
+            "--layers 2 --activation 9 --residual full=3",
+            "residual_bytes: policies must be none",
+        ),
         ("--svg missing/folder.svg", "missing/folder.svg: No such file or directory"),
     ],
 )

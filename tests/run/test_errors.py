@@ -129,24 +129,25 @@ FLAGS = {
     ),
     "mesh axis unknown": (
         ["--mesh", "dta=8"],
-        "mesh 'dta=8': 'dta' is no mesh axis. Axes: replica, pipe, data, fsdp,",
+        "mesh 'dta=8': 'dta' is not a mesh axis. Axes: replica, pipe, data, fsdp,",
     ),
     "mesh without a size": (
         ["--mesh", "data"],
-        "mesh 'data': the size of 'data' must be a whole number, got ''. Write it as "
-        "data=4, or data=-1 for the rest.",
+        "mesh 'data': the size of 'data' must be an integer, got ''. Write data=4, "
+        "or data=-1 for the remaining devices.",
     ),
     "mesh size no number": (
         ["--mesh", "data=all"],
-        "mesh 'data=all': the size of 'data' must be a whole number, got 'all'.",
+        "mesh 'data=all': the size of 'data' must be an integer, got 'all'.",
     ),
     "mesh size zero": (
         ["--mesh", "data=0"],
-        "mesh axis 'data' has size 0; give a positive whole number, or -1",
+        "mesh axis 'data' must be a positive integer, or -1 for the remaining "
+        "devices, got 0",
     ),
     "mesh with two open axes": (
         ["--mesh", "data=-1,fsdp=-1"],
-        "only one axis may be -1, got ['data', 'fsdp']. Give the others their sizes.",
+        "only one axis may be -1, got ['data', 'fsdp']. Set the sizes of the others.",
     ),
     "plan unknown": (
         sets_of('plan="data+fdsp"'),
@@ -310,5 +311,5 @@ def test_our_own_defects_keep_their_traceback(monkeypatch, tmp_path):
 
 def test_a_traceback_on_request(run, monkeypatch):
     monkeypatch.setenv("MESHLOOM_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="is no mesh axis"):
+    with pytest.raises(ValueError, match="is not a mesh axis"):
         main(train(run, "--mesh", "dta=8"))

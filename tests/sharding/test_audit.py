@@ -1,4 +1,4 @@
-"""The collectives of compiled steps, counted by hand and by the audit."""
+"""The audit of compiled steps, against collectives counted by hand."""
 
 import json
 import pathlib
@@ -47,14 +47,14 @@ def compile_mlp_gradient(mesh: Mesh) -> jax.stages.Compiled:
     return step.lower(params, abstract(mesh, (128, 32), "data")).compile()
 
 
-def test_data_parallel_moves_the_gradient_and_the_loss():
+def test_data_parallel_reduces_the_gradient_and_the_loss():
     mesh = make_mesh(data=8)
-    found = audit(compile_mlp_gradient(mesh), mesh)
+    result = audit(compile_mlp_gradient(mesh), mesh)
     gradient_bytes = 4 * (32 * 64 + 64 * 16)
     # The compiler combines all of them into one.
-    found.expect({("all-reduce", ("data",)): (1, gradient_bytes + 4)})
-    found.expect({("all-reduce", ("data",)): 1}, small=8)
-    (reduce,) = found.collectives
+    result.expect({("all-reduce", ("data",)): (1, gradient_bytes + 4)})
+    result.expect({("all-reduce", ("data",)): 1}, small=8)
+    (reduce,) = result.collectives
     assert (reduce.dtype, reduce.shape) == ("f32", (gradient_bytes // 4 + 1,))
 
 
@@ -69,7 +69,7 @@ def test_every_collective_names_its_source_line():
 
 
 def compile_scanned(mesh: Mesh, num_layers: int, num_micro: int = 0):
-    """A stack of layers cut over fsdp; its gradient, or the sum of micro-batches'."""
+    """Compiles the gradient of layers sharded over fsdp, or its microbatched sum."""
     batch = ("data", "fsdp") if "data" in mesh.shape else "fsdp"
 
     def loss(w, x):
@@ -77,7 +77,7 @@ def compile_scanned(mesh: Mesh, num_layers: int, num_micro: int = 0):
             w = constrain(w, mesh)
             return constrain(jnp.tanh(h @ w), mesh, batch), None
 
-        # Without it the gathered weights would be kept for the backward pass.
+        # Without remat, the gathered weights would be kept for the backward pass.
         return jnp.mean(lax.scan(jax.checkpoint(layer), x, w)[0] ** 2)
 
     def accumulated(w, xs):
@@ -96,23 +96,23 @@ def compile_scanned(mesh: Mesh, num_layers: int, num_micro: int = 0):
 @pytest.mark.parametrize("num_layers", [4, 32])
 def test_fsdp_gathers_every_layer_once(num_layers):
     mesh = make_mesh(fsdp=8)
-    found = audit(compile_scanned(mesh, num_layers), mesh)
-    found.expect(
+    result = audit(compile_scanned(mesh, num_layers), mesh)
+    result.expect(
         {("all-gather", ("fsdp",)): (num_layers, num_layers * 64 * 64 * 4)}, small=8
     )
-    (gather,) = [c for c in found.collectives if c.kind == "all-gather"]
+    (gather,) = [c for c in result.collectives if c.kind == "all-gather"]
     assert (gather.dtype, gather.shape) == ("f32", (1, 64, 64))
 
 
-def test_loops_in_loops_multiply():
+def test_nested_loops_multiply():
     mesh = make_mesh(data=2, fsdp=4)
-    found = audit(compile_scanned(mesh, num_layers=5, num_micro=3), mesh)
+    result = audit(compile_scanned(mesh, num_layers=5, num_micro=3), mesh)
     layer_bytes = 64 * 64 * 4
-    count, num_bytes = found.total("all-gather", "fsdp")
-    # Forward and backward, for every layer of every micro-batch.
+    count, num_bytes = result.total("all-gather", "fsdp")
+    # Forward and backward, for every layer of every microbatch.
     assert count == 2 * 5 * 3
     assert num_bytes == count * layer_bytes
-    count, num_bytes = found.total("all-reduce", "data")
+    count, num_bytes = result.total("all-reduce", "data")
     assert (count, num_bytes) == (15, 15 * layer_bytes)
 
 
@@ -128,8 +128,8 @@ def test_tensor_parallel_reduces_once():
         return constrain(y, mesh, "data")
 
     x = abstract(mesh, (8, 32), "data")
-    found = audit(jax.jit(forward).lower(params, x).compile(), mesh)
-    found.expect({("all-reduce", ("tensor",)): (1, 4 * 16 * 4)})
+    result = audit(jax.jit(forward).lower(params, x).compile(), mesh)
+    result.expect({("all-reduce", ("tensor",)): (1, 4 * 16 * 4)})
 
 
 AXES = [
@@ -144,9 +144,9 @@ AXES = [
 
 
 def compile_psum(mesh: Mesh, axes) -> jax.stages.Compiled:
-    whole = P(("a", "b", "c"))
+    spec = P(("a", "b", "c"))
 
-    @jax.shard_map(mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     def reduce(x):
         return lax.psum(x, axes)
 
@@ -154,14 +154,14 @@ def compile_psum(mesh: Mesh, axes) -> jax.stages.Compiled:
 
 
 @pytest.mark.parametrize("axes", AXES)
-def test_groups_are_named_by_axes_also_strided_ones(axes):
+def test_groups_are_mapped_to_axes_even_if_strided(axes):
     mesh = make_mesh(a=2, b=2, c=2)
-    found = audit(compile_psum(mesh, axes), mesh)
-    assert found.by_kind_and_axes() == {("all-reduce", axes): (1, 8)}
+    result = audit(compile_psum(mesh, axes), mesh)
+    assert result.by_kind_and_axes() == {("all-reduce", axes): (1, 8)}
 
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("b", "c")])
-def test_ids_are_positions_in_the_mesh_not_device_ids(axes):
+def test_ids_are_positions_in_the_mesh(axes):
     order = [5, 0, 3, 6, 1, 7, 2, 4]
     mesh = make_mesh([jax.devices()[i] for i in order], a=2, b=2, c=2)
     compiled = compile_psum(mesh, axes)
@@ -183,11 +183,11 @@ def test_axes_of_size_one_are_not_named():
     }
 
 
-def test_the_kinds_of_shard_map():
+def test_every_kind_of_collective_is_recognized():
     mesh = make_mesh(data=2, pipe=4)
-    whole = P(("data", "pipe"))
+    spec = P(("data", "pipe"))
 
-    @jax.shard_map(mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     def exchange(x):
         def tick(_, x):
             return lax.ppermute(x, "pipe", [(i, (i + 1) % 4) for i in range(4)])
@@ -198,9 +198,9 @@ def test_the_kinds_of_shard_map():
         return lax.all_gather(x, ("data", "pipe"), tiled=True)
 
     x = abstract(mesh, (64, 16), ("data", "pipe"))
-    found = audit(jax.jit(exchange).lower(x).compile(), mesh)
+    result = audit(jax.jit(exchange).lower(x).compile(), mesh)
     local = 8 * 16 * 4
-    found.expect(
+    result.expect(
         {
             ("collective-permute", ("pipe",)): (7, 7 * local),
             ("all-to-all", ("data",)): (1, local),
@@ -232,17 +232,17 @@ ENTRY %main (p: f32[6]) -> f32[6] {
         ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("a",)),
         ("replica_groups={}", ("a", "b")),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", ("a",)),
-        # Halves of an axis, a diagonal, groups of two sizes, not every device.
+        # Halves of an axis, a diagonal, groups of different sizes, missing devices.
         ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("?",)),
         ("replica_groups={{0,5},{1,4},{2,7},{3,6}}", ("?",)),
         ("replica_groups={{0,1,2},{3,4,5,6,7}}", ("?",)),
         ("replica_groups={{0,1,2,3}}", ("?",)),
     ],
 )
-def test_groups_that_are_no_axes_are_unknown(groups, axes):
+def test_groups_that_match_no_axes_are_unknown(groups, axes):
     text = GROUPS.replace("GROUPS", groups + ", use_global_device_ids=true")
-    found = audit(text, make_mesh(a=2, b=4))
-    assert found.by_kind_and_axes() == {("all-reduce", axes): (1, 24)}
+    result = audit(text, make_mesh(a=2, b=4))
+    assert result.by_kind_and_axes() == {("all-reduce", axes): (1, 24)}
 
 
 def test_groups_of_one_device_are_left_out():
@@ -251,36 +251,36 @@ def test_groups_of_one_device_are_left_out():
     text = GROUPS.replace("GROUPS", one + ", use_global_device_ids=true")
     assert audit(text, mesh) == Audit(())
     assert str(audit(text, mesh)) == "no collectives"
-    # Without a channel the ids are of replicas, of which there is one.
+    # Without a channel, ids are replica ids, and there is one replica.
     text = GROUPS.replace("channel_id=1, GROUPS", "replica_groups={}")
     assert audit(text, mesh) == Audit(())
-    # With a channel and replica ids a group takes all partitions of its replicas.
+    # With a channel and replica ids, a group has all partitions of its replicas.
     text = GROUPS.replace("GROUPS", "replica_groups={{0}}")
     assert audit(text, mesh).total() == (1, 24)
 
 
-def test_expect_lists_what_is_wrong():
+def test_expect_lists_the_differences():
     mesh = make_mesh(data=8)
-    found = audit(compile_mlp_gradient(mesh), mesh)
+    result = audit(compile_mlp_gradient(mesh), mesh)
     with pytest.raises(ValueError, match=r"unexpected:\n.*\n.*all-reduce.*test_audit"):
-        found.expect({})
+        result.expect({})
     with pytest.raises(ValueError, match="missing: all-gather over data"):
-        found.expect({("all-reduce", ("data",)): None, ("all-gather", ("data",)): 3})
+        result.expect({("all-reduce", ("data",)): None, ("all-gather", ("data",)): 3})
     with pytest.raises(ValueError, match="expected 99 of them, found"):
-        found.expect({("all-reduce", ("data",)): 99})
-    found.expect({}, small=10**6)
+        result.expect({("all-reduce", ("data",)): 99})
+    result.expect({}, small=10**6)
 
 
-def test_table_and_json():
+def test_the_table_and_json_have_all_collectives():
     mesh = make_mesh(data=2, fsdp=4)
-    found = audit(compile_scanned(mesh, num_layers=5, num_micro=3), mesh)
-    lines = str(found).splitlines()
+    result = audit(compile_scanned(mesh, num_layers=5, num_micro=3), mesh)
+    lines = str(result).splitlines()
     assert lines[0].split() == ["kind", "axes", "count", "bytes", "source"]
     assert any("240.0 KiB  sharding/test_audit.py:" in line for line in lines)
     assert len({line.index(line.split()[1]) for line in lines}) == 1
-    loaded = json.loads(found.to_json())
-    assert sum(row["bytes"] for row in loaded["totals"]) == found.total()[1]
-    assert len(loaded["collectives"]) == len(found.collectives)
+    loaded = json.loads(result.to_json())
+    assert sum(row["bytes"] for row in loaded["totals"]) == result.total()[1]
+    assert len(loaded["collectives"]) == len(result.collectives)
 
 
 def compile_while(mesh: Mesh) -> jax.stages.Compiled:
@@ -300,19 +300,19 @@ def test_a_loop_without_a_trip_count_is_an_error():
     with pytest.raises(ValueError, match=r"test_audit.py:\d+\), whose trip count"):
         audit(compiled, mesh)
     # The condition runs once more than the body.
-    found = audit(compiled, mesh, count_unknown_loops_as=4)
-    assert found.total("all-reduce", "data") == (5, 20)
+    result = audit(compiled, mesh, count_unknown_loops_as=4)
+    assert result.total("all-reduce", "data") == (5, 20)
 
 
 def test_a_mesh_of_another_size_is_an_error():
     text = GROUPS.replace("GROUPS", "replica_groups={}")
-    with pytest.raises(ValueError, match="runs on 8 devices, and the mesh"):
+    with pytest.raises(ValueError, match="runs on 8 devices, but the mesh"):
         audit(text, make_mesh(jax.devices()[:4], data=4))
     lowered = jax.jit(jnp.sin).lower(1.0).as_text()
     with pytest.raises(ValueError, match="not of a lowered one"):
         audit(lowered, make_mesh(data=8))
 
 
-def test_the_page_runs():
+def test_the_example_in_the_docs_runs():
     page = (ROOT / "docs" / "audit.md").read_text()
     exec(page.split("```python\n")[1].split("```")[0], {})

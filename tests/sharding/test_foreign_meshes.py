@@ -1,4 +1,4 @@
-"""Meshes that somebody else made: other types of axes, other names, fewer axes."""
+"""Meshes made elsewhere: other axis types, other names, fewer axes."""
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ def test_explicit_axes_are_refused_at_construction():
             "is the default of jax.make_mesh and jax.sharding.Mesh. A Sharder "
             "constrains arrays and leaves the rest to the compiler, which needs axes "
             "of type Auto: make the mesh with MeshSpec(...).make(), or pass axis_types="
-            "(jax.sharding.AxisType.Auto,) * 2 where you make it."
+            "(jax.sharding.AxisType.Auto,) * 2 when you make it."
         )
-    # Specs and shardings are as good for them as for any.
+    # resolve accepts Explicit axes: specs and shardings are the same.
     layout = resolve(TREE, RULES, mesh, axes=AXES)
     assert layout.shardings(mesh)["w"].spec == P(None, "tensor")
 
@@ -71,7 +71,7 @@ def loss(w, x, shard):
         ),
     ],
 )
-def test_a_mesh_that_lacks_axes_or_names_them_otherwise(sizes, rules, stored):
+def test_a_mesh_with_fewer_or_renamed_axes_gives_the_same_loss(sizes, rules, stored):
     mesh = make(**sizes)
     shard = Sharder(mesh, rules)
     layout = resolve(TREE, rules, mesh, axes=AXES)
@@ -83,12 +83,12 @@ def test_a_mesh_that_lacks_axes_or_names_them_otherwise(sizes, rules, stored):
     value, grad = jax.jit(jax.value_and_grad(loss), static_argnums=2)(sharded, x, shard)
     assert grad.sharding.is_equivalent_to(sharded.sharding, 2)
     expected = jax.value_and_grad(loss)(w, x, Sharder())
-    # Sums in another order.
+    # The order of summation differs.
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(grad, expected[1], rtol=1e-5, atol=1e-4)
 
 
-def test_an_axis_that_no_rule_knows_is_refused_at_construction():
+def test_an_axis_that_no_rule_names_is_refused_at_construction():
     mesh = make(data=2, model=4)
     for use in (
         lambda: Sharder(mesh, RULES),
@@ -98,11 +98,11 @@ def test_an_axis_that_no_rule_knows_is_refused_at_construction():
             use()
         assert str(error.value) == (
             "mesh axis 'model' of size 4: no rule names it, so it would shard nothing. "
-            "The rules name replica, data, fsdp, expert, tensor. If one of these is "
-            "meant, rename it: rules.rename_axes({'tensor': 'model'}). Or add a row of "
-            "your own, for instance Rules.of({'mlp': 'model'})."
+            "The rules name replica, data, fsdp, expert, tensor. If it is one of "
+            "these, rename it: rules.rename_axes({'tensor': 'model'}). Otherwise add a "
+            "row, for instance Rules.of({'mlp': 'model'})."
         )
-    Sharder(make(data=8, model=1), RULES)  # of size 1 it costs nothing
+    Sharder(make(data=8, model=1), RULES)  # size 1 is allowed
 
 
 def test_a_foreign_axis_may_be_manual():
@@ -119,8 +119,8 @@ def test_a_foreign_axis_may_be_manual():
     assert {s.data.shape for s in y.addressable_shards} == {(2, 4)}
 
 
-def test_what_is_no_mesh():
-    with pytest.raises(ValueError, match="is a MeshSpec, a mesh on paper. Pass MeshSp"):
+def test_other_objects_than_meshes_and_rules_are_refused():
+    with pytest.raises(ValueError, match="is a MeshSpec, not a mesh. Pass MeshSpec"):
         Sharder(MeshSpec(data=8), RULES)  # pyright: ignore
     with pytest.raises(ValueError, match="is a MeshSpec"):
         resolve(TREE, RULES, MeshSpec(data=8), axes=AXES)  # pyright: ignore

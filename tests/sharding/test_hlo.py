@@ -1,4 +1,4 @@
-"""The reader of HLO text, on programs compiled here and on what others print."""
+"""Parsing HLO text, of programs compiled here and by other backends."""
 
 import os
 
@@ -44,23 +44,23 @@ def instruction(rest: str, opcode: str = "all-reduce") -> hlo_text.Instruction:
         ("@mesh<a=2,b=2>(devices=[2,2]<=[2,2]T(1,0)) {b}", ((0, 2), (1, 3))),
     ],
 )
-def test_groups_in_every_form(text, groups):
+def test_groups_are_read_in_every_format(text, groups):
     rest = f"%x), channel_id=1, replica_groups={text}, use_global_device_ids=true"
     assert hlo.replica_groups(instruction(rest), 4) == groups
 
 
-def test_groups_in_no_known_form_are_an_error():
-    with pytest.raises(ValueError, match="in a form that this reader does not know"):
+def test_groups_in_an_unknown_format_are_an_error():
+    with pytest.raises(ValueError, match="missing or in an unknown format"):
         hlo.replica_groups(instruction("%x), replica_groups=all, dimensions={0}"), 4)
 
 
-def test_pairs():
+def test_source_target_pairs_are_read():
     rest = "%x), channel_id=2, source_target_pairs={{0,4},{4,12}}, metadata={op_name=0}"
     pairs = hlo.source_target_pairs(instruction(rest, "collective-permute"))
     assert pairs == ((0, 4), (4, 12))
 
 
-def test_operands_with_types_comments_and_layouts():
+def test_operands_may_have_types_comments_and_layouts():
     rest = (
         "(f32[2]{0:T(8,128)}, /*index=1*/s32[]) %t.1, bf16[4,2]{1,0:T(8,128)(2,1)S(1)} "
         "%b, /*index=2*/%c), dimensions={0}"
@@ -69,7 +69,7 @@ def test_operands_with_types_comments_and_layouts():
     assert instruction("), custom_call_target=").operands() == []
 
 
-def test_bytes_of_types():
+def test_bytes_depend_on_the_element_type():
     shape = "(f32[2,3]{1,0}, bf16[4], (pred[5], s4[3]), f8e4m3fn[7], token[], f64[])"
     arrays = hlo_text.Instruction("i", "tuple", shape, "").arrays()
     assert [a.num_bytes for a in arrays] == [24, 8, 5, 2, 7, 0, 8]
@@ -85,7 +85,7 @@ def layers_text(num_layers: int) -> str:
 
 
 @pytest.mark.parametrize("num_layers", [1, 4, 32])
-def test_flops_of_scanned_layers(num_layers):
+def test_flops_of_scanned_layers_grow_with_their_number(num_layers):
     assert hlo.flops(layers_text(num_layers)) == num_layers * 2 * 8 * 32 * 32
 
 
@@ -116,13 +116,13 @@ def test_flops_of_convolutions():
         "%c = f32[8,5,2] convolution(%a, %b), window={size=3}, dim_labels=0bf_0io->0bf"
     )
     assert flops_of(line, "f32[10,5,4]", "f32[3,4,2]") == 2 * 8 * 3 * 5 * 4 * 2
-    # Padded by one at both ends, where one tap of three falls outside.
+    # Padded by one at both ends, where one of three taps falls outside.
     line = (
         "%c = f32[10,5,2] convolution(%a, %b), window={size=3 pad=1_1}, "
         "dim_labels=0bf_0io->0bf"
     )
     assert flops_of(line, "f32[10,5,4]", "f32[3,4,2]") == 2 * (30 - 2) * 5 * 4 * 2
-    # XLA for TPU prints a product with a batch of four so: it meets itself only.
+    # How XLA for TPU prints a product with a batch of four: each meets only itself.
     line = (
         "%c = f32[4,5,2] convolution(%a, %b), window={size=4 stride=3 pad=0_0 "
         "lhs_dilate=4}, dim_labels=0bf_0io->0bf"
@@ -172,15 +172,15 @@ ENTRY %main (a: f32[16,4], b: bf16[8]) -> f32[16,4] {
 
 
 def test_asynchronous_collectives_count_once():
-    found = audit(ASYNC, make_mesh(a=2, b=2, c=2))
+    result = audit(ASYNC, make_mesh(a=2, b=2, c=2))
     a = 16 * 4 * 4
-    assert found.by_kind_and_axes() == {
+    assert result.by_kind_and_axes() == {
         ("all-gather", ("a", "b")): (1, 4 * (a + 16)),
         ("all-reduce", ("a", "b", "c")): (1, a),
         ("collective-permute", ("a",)): (1, a),
         ("reduce-scatter", ("c",)): (1, a),
     }
-    gather = next(c for c in found.collectives if c.kind == "all-gather")
+    gather = next(c for c in result.collectives if c.kind == "all-gather")
     assert gather.source == "/src/model.py:12"
     assert (gather.dtype, gather.shape) == ("bf16+f32", (4 * (64 + 8),))
 
@@ -189,12 +189,12 @@ def test_a_permute_of_everything_to_itself_moves_nothing():
     pairs = "{{0,4},{4,0},{1,1}}"
     assert pairs in ASYNC
     text = ASYNC.replace(pairs, "{{0,0},{1,1}}")
-    found = audit(text, make_mesh(a=2, b=2, c=2))
-    assert found.total("collective-permute") == (0, 0)
+    result = audit(text, make_mesh(a=2, b=2, c=2))
+    assert result.total("collective-permute") == (0, 0)
 
 
-# XLA for TPU starts a gather in one fusion, hands it on through others that multiply,
-# and ends it in a last one; a reduction whose result is cut is a fusion with a name.
+# XLA for TPU starts a gather in one fusion, carries it through others that multiply,
+# and ends it in a last one. It marks a reduce-scatter by the name of its fusion.
 TPU = """HloModule tpu, is_scheduled=true, num_partitions=8
 
 %sum (x: bf16[], y: bf16[]) -> bf16[] {
@@ -236,15 +236,15 @@ ENTRY %main (w: bf16[32,8]) -> bf16[32,8] {
 """  # noqa: E501
 
 
-def test_what_xla_for_tpu_makes_of_gathers_and_scatters():
-    found = audit(TPU, make_mesh(data=2, fsdp=2, tensor=2))
-    whole = 32 * 16 * 2
-    assert found.by_kind_and_axes() == {
-        ("all-gather", ("fsdp",)): (1, whole),
-        ("reduce-scatter", ("fsdp",)): (1, whole),
+def test_fused_gathers_and_scatters_of_xla_for_tpu_are_counted():
+    result = audit(TPU, make_mesh(data=2, fsdp=2, tensor=2))
+    num_bytes = 32 * 16 * 2
+    assert result.by_kind_and_axes() == {
+        ("all-gather", ("fsdp",)): (1, num_bytes),
+        ("reduce-scatter", ("fsdp",)): (1, num_bytes),
     }
-    # Its own line has none, so the fusion's is taken.
-    assert found.collectives[-1].source == "m.py:7"
+    # It has no source of its own, so the fusion's is used.
+    assert result.collectives[-1].source == "m.py:7"
 
 
 def test_frames_of_this_package_are_skipped():
@@ -286,14 +286,14 @@ def test_conditionals_count_every_branch():
         )
 
     flag, x = jnp.zeros((8,)), jnp.zeros((16,))
-    found = audit(jax.jit(choose).lower(flag, x).compile(), mesh)
-    assert found.by_kind_and_axes() == {
+    result = audit(jax.jit(choose).lower(flag, x).compile(), mesh)
+    assert result.by_kind_and_axes() == {
         ("all-reduce", ("data",)): (1, 8),
         ("collective-permute", ("data",)): (1, 8),
     }
 
 
-def test_a_text_that_is_cut_is_an_error():
+def test_truncated_text_is_an_error():
     with pytest.raises(ValueError, match="which the text does not define"):
         hlo.executions(hlo.parse(TPU.replace("%done (", "%gone (")))
     with pytest.raises(ValueError, match="found a second HloModule"):

@@ -65,18 +65,20 @@ def loop_text(start, step, direction, bound, order="%j, %m") -> str:
         (9, 1, "LT", 3, 0),
     ],
 )
-def test_trip_counts_from_start_step_and_bound(start, step, direction, bound, trips):
+def test_trip_counts_follow_from_start_step_and_bound(
+    start, step, direction, bound, trips
+):
     times, unknown = hlo.executions(hlo.parse(loop_text(start, step, direction, bound)))
     assert not unknown
     assert (times["body"], times["condition"]) == (trips, trips + 1)
 
 
-def test_trip_count_with_the_bound_first():
+def test_a_comparison_may_have_the_bound_first():
     text = loop_text(0, 1, "GT", 7, order="%m, %j")
     assert hlo.executions(hlo.parse(text))[0]["body"] == 7
 
 
-def test_trip_counts_are_those_that_the_compiler_notes():
+def test_trip_counts_equal_those_the_compiler_annotates():
     def forward(w, x):
         def outer(x, _):
             return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], None
@@ -93,7 +95,7 @@ def test_trip_counts_are_those_that_the_compiler_notes():
     assert hlo.flops(text) == 3 * 15 * 2 * 4 * 8 * 8
 
 
-def test_the_compilers_note_is_taken_where_the_counter_says_nothing():
+def test_the_compilers_annotation_is_used_if_no_count_can_be_derived():
     note = 'body=%body, backend_config={"known_trip_count":{"n":"6"}}'
     text = loop_text(0, 1, "EQ", 7).replace("body=%body", note)
     assert hlo.executions(hlo.parse(text))[0]["body"] == 6
@@ -111,7 +113,7 @@ ENTRY %top (a: f32[4]) -> f32[4] {
 """
     text = text[:entry] + text[entry:].removeprefix("ENTRY ") + twice
     assert hlo.executions(hlo.parse(text))[0]["body"] == 14
-    # What nothing calls does not run, nor does it matter that its loop is unknown.
+    # A computation that nothing calls does not run, and its loop may be unknown.
     unused = text.replace("to_apply=%main", "to_apply=%sum").replace("LT", "EQ")
     unused = unused.replace(
         "%body (b",
@@ -127,7 +129,7 @@ ENTRY %top (a: f32[4]) -> f32[4] {
         (loop_text(0, -1, "LT", 7), ""),  # never ends
         (loop_text(0, 3, "NE", 7), ""),
         (loop_text(0, 1, "EQ", 7), ""),
-        (loop_text(0, 1, "LT", 7), "add(%i, %step)"),  # a step that is no constant
+        (loop_text(0, 1, "LT", 7), "add(%i, %step)"),  # the step is not a constant
     ],
 )
 def test_trip_counts_are_never_guessed(text, replaced):

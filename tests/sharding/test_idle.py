@@ -1,4 +1,4 @@
-"""Mesh axes that shard nothing, in the library and in a training."""
+"""Mesh axes that shard nothing, in the library and in training."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def find(rules: Rules, **sizes):
     return idle_axes(rules, layouts(rules, MeshSpec(**sizes).abstract()))
 
 
-def test_no_axis_is_idle_that_shards_anything():
+def test_an_axis_that_shards_anything_is_not_idle():
     rules = data() + fsdp() + tensor()
     assert find(rules, data=2, fsdp=2, tensor=2) == {}
     assert find(rules, replica=2, expert=2) == {}  # the batch
@@ -40,29 +40,29 @@ def test_no_axis_is_idle_that_shards_anything():
     assert idle_axes(rules, []) == {}
 
 
-def test_the_reason_says_which_rules_and_which_dimensions():
+def test_the_reason_names_rules_and_dimensions():
     assert find(data() + fsdp(), data=2, context=6) == {
-        "context": "no array is sharded over it, so its 6 ways would repeat the work. "
-        "No rule names it. Dimensions that it divides and nothing shards: mlp of up "
-        "(24), residual_length of batch/x (48)"
+        "context": "no array is sharded over it, so its 6 ways would duplicate work. "
+        "No rule names it. Unsharded dimensions that it divides: mlp of up (24), "
+        " residual_length of batch/x (48)"
     }
     assert (
-        "No rule names it; plans that do: tensor, tensor2d, sequence. Dim"
+        "No rule names it; plans that do: tensor, tensor2d, sequence. Unsh"
         in (find(data(), tensor=4)["tensor"])
     )
     rules = data() + Rules.of({"mlp": ["tensor", None]})
     assert (
-        "Rules that name it lost: mlp of up: tensor: indivisible (24 by 5). Dim"
+        "Rules that name it did not apply: mlp of up: tensor: indivisible (24 by 5). U"
         in (find(rules, tensor=5)["tensor"])
     )
     rules = data() + Rules.of({"experts": "expert", "batch": "data"})
     assert (
-        "No array here has the axes of the rules that name it (lookup_batch, exper"
+        "No array has a logical axis whose rule names it (lookup_batch, exper"
         in (find(rules, data=2, expert=2)["expert"])
     )
 
 
-def test_an_axis_that_shards_activations_only_is_not_idle():
+def test_an_axis_that_shards_only_activations_is_not_idle():
     rules = data() + sequence()
     mesh = MeshSpec(data=2, tensor=4).make()
     shard = Sharder(mesh, rules)
@@ -87,8 +87,8 @@ def test_an_axis_that_shards_activations_only_is_not_idle():
         (
             "context=8",
             "mesh axis context=8: no array is sharded over it, so its 8 ways "
-            "would repeat the work. No rule names it. Dimensions that it divides and "
-            "nothing shards: ",
+            "would duplicate work. No rule names it. Unsharded dimensions that it "
+            "divides: ",
         ),
         ("data=2,context=4", "mesh axis context=4: no array is sharded ov"),
     ],
@@ -104,7 +104,7 @@ def test_training_refuses_an_idle_axis(tmp_path, capfd, mesh, message):
     )
 
 
-def test_training_takes_an_axis_for_which_the_plan_has_a_use(tmp_path):
+def test_training_accepts_an_axis_that_the_plan_uses(tmp_path):
     flags = ("--mesh", "data=4,tensor=2", "--dry-run")
     assert tiny_runs.main(tiny_runs.train(tmp_path / "run", *flags)) == 0
     plan = ("--set", 'plan="data"')

@@ -10,7 +10,7 @@ AXES = {"w": ("embed", "mlp")}
 MESH = MeshSpec(fsdp=2, tensor=2).abstract()
 
 
-def test_a_normal_model_has_nothing_to_be_told():
+def test_a_normal_model_has_no_lint():
     model = transformer.Config(
         vocab_size=64, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_length=16
     )
@@ -21,12 +21,14 @@ def test_a_normal_model_has_nothing_to_be_told():
     assert lint(RULES, layout.used, layout.mesh) == []
 
 
-def test_rows_that_do_nothing():
+def test_rows_without_effect_are_reported():
     rules = (
         Rules.of({"embed": None, "mlp": "data", "vocab": None}, plan="a")
         + Rules.of({"mlp": "tensor", "heads": [None, "tensor"]}, plan="b")
         + Rules.of({"embed": "fsdp"}, role="optimizer", plan="c")
-        + Rules.of({"vocab": "tensor"}, plan="d")  # what was whole is no loss
+        + Rules.of(
+            {"vocab": "tensor"}, plan="d"
+        )  # sharding what was replicated is not reported
     )
     notes = lint(
         rules,
@@ -36,13 +38,13 @@ def test_rows_that_do_nothing():
     assert notes == [
         "replaced: mlp -> data  [a]  by  mlp -> tensor  [b]",
         "never used: heads -> replicated | tensor  [b]",
-        "unreachable: what stands after 'replicated' in heads -> replicated | tensor  "
-        "[b]",
-        "idle: no row names mesh axis 'pipe', so its 4 ways all do the same work",
+        "unreachable: the candidates after 'replicated' in heads -> replicated | "
+        "tensor  [b]",
+        "idle: no row names mesh axis 'pipe', so its 4 ways duplicate work",
     ]
 
 
-def test_a_misspelled_row_of_ones_own_is_told_with_the_name_that_was_meant():
+def test_a_misspelled_row_is_reported_with_a_suggestion():
     rules = RULES + Rules.of({"mpl": "tensor"}, plan="mine")
     layout = resolve(TREE, rules, MESH, axes=AXES)
     assert lint(rules, layout.used) == [
@@ -52,27 +54,27 @@ def test_a_misspelled_row_of_ones_own_is_told_with_the_name_that_was_meant():
 
 
 @pytest.mark.parametrize(
-    ("role", "resolved", "told"),
+    ("role", "resolved", "reported"),
     [
         ("optimizer", ("param",), False),  # nothing was resolved for that role
         ("optimizer", ("param", "optimizer"), True),
         (None, ("param",), True),
     ],
 )
-def test_rows_are_judged_in_the_roles_that_were_resolved(role, resolved, told):
+def test_rows_are_checked_only_in_roles_that_were_resolved(role, resolved, reported):
     rules = RULES + Rules.of({"experts": "expert"}, role=role, plan="mine")
     used = set()
     for name in resolved:
         used |= resolve(TREE, rules, MESH, axes=AXES, role=name).used
-    assert [n.split(":")[0] for n in lint(rules, used)] == ["never used"] * told
+    assert [n.split(":")[0] for n in lint(rules, used)] == ["never used"] * reported
 
 
-def test_a_row_hidden_in_every_role_is_told():
+def test_a_row_overridden_in_every_role_is_reported():
     rules = Rules.of({"embed": None})
     for role in ("param", "compute"):
         rules += Rules.of({"embed": "fsdp"}, role=role)
     used = {("embed", "param")}
-    assert lint(rules, used) == []  # its role optimizer was not resolved
+    assert lint(rules, used) == []  # the role optimizer was not resolved
     rules += Rules.of({"embed": "fsdp"}, role="optimizer")
     assert lint(rules, used) == ["never used: embed -> replicated  [rules]"]
 

@@ -23,7 +23,7 @@ SPEC = MeshSpec(data=2, fsdp=2, tensor=2)
 
 
 class Mlp(nnx.Module):
-    """Names in our metadata, in flax's own, and through flax's initializers."""
+    """Names in our metadata, in flax's metadata, and from flax's initializers."""
 
     def __init__(self, rngs: nnx.Rngs):
         kernel = nnx.with_partitioning(
@@ -46,13 +46,13 @@ def test_nnx_state_carries_its_names():
     }
 
 
-def test_nnx_state_by_shapes_alone_then_born_cut():
+def test_nnx_state_is_resolved_by_shapes_and_initialized_sharded():
     mesh = SPEC.make()
 
     def init():
         return nnx.state(Mlp(nnx.Rngs(0)))
 
-    # Scalars (the counter and key of the dropout) need no names.
+    # Scalars (the counter and the key of dropout) need no names.
     resolved = resolve(jax.eval_shape(init), RULES, mesh)
     specs = {a.path: a.spec for a in resolved.arrays}
     assert specs["up/kernel"] == P("fsdp", "tensor")
@@ -68,8 +68,8 @@ def test_nnx_variables_without_names_are_an_error_that_lists_them():
     with pytest.raises(ValueError) as error:
         axes_of(state)
     assert str(error.value) == (
-        "2 arrays carry no logical axes: bias, kernel. Give the variable axes=(...) "
-        "metadata, or pass axes=axes_from_paths(tree, {...})."
+        "2 arrays have no logical axes: bias, kernel. Add axes=(...) metadata to the "
+        "variables, or pass axes=axes_from_paths(tree, {...})."
     )
     with pytest.raises(
         ValueError, match="10 arrays .*: 0, 1, 2, 3, 4, 5, 6, 7, and 2 m"
@@ -81,12 +81,12 @@ def test_a_string_is_not_a_tuple_of_names():
     with pytest.raises(ValueError) as error:
         axes_of({"w": nnx.Param(jnp.ones(5), axes="embed")})
     assert str(error.value) == (
-        "w: metadata axes: logical axes must be a tuple with a name for each "
-        "dimension, got 'embed'"
+        "w: metadata axes: logical axes must be a tuple with one name per dimension, "
+        "got 'embed'"
     )
 
 
-def test_nnx_state_of_someone_else_gets_its_names_from_paths():
+def test_nnx_state_without_names_gets_them_from_paths():
     state = nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
     patterns = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     resolved = resolve(
@@ -104,7 +104,7 @@ TREE = {
 }
 
 
-def test_paths_of_plain_trees_and_of_their_shapes():
+def test_patterns_name_plain_trees_and_their_shapes():
     patterns = {r"blocks/\d+/w": ("embed", "mlp"), ".*": (None,)}
     expected = {
         "blocks": [{"w": ("embed", "mlp")}, {"w": ("embed", "mlp")}],
@@ -124,13 +124,13 @@ def test_paths_of_plain_trees_and_of_their_shapes():
         ),
         (
             {r"blocks/.*": ("embed", "mlp"), "norm": (None,), "nor": (None,)},
-            "1 patterns match no path of an array: nor. Remove them, or fix them: a "
-            "pattern must match the whole path, and the first that does takes it.",
+            "1 patterns match no array: nor. Remove or fix them: a pattern must match "
+            "the full path, and only the first matching pattern applies.",
         ),
         (
             {r"blocks/.*": ("embed", "mlp"), "n.*": (None,), "norm": ("norm",)},
-            "1 patterns match no path of an array: norm. Remove them, or fix them: a "
-            "pattern must match the whole path, and the first that does takes it.",
+            "1 patterns match no array: norm. Remove or fix them: a pattern must match "
+            "the full path, and only the first matching pattern applies.",
         ),
         (
             {".*": ("embed", "mlp")},
@@ -139,23 +139,23 @@ def test_paths_of_plain_trees_and_of_their_shapes():
         ),
         (
             {"blocks/.*": "embed"},
-            "path pattern 'blocks/.*': logical axes must be a tuple with a name for "
-            "each dimension, got 'embed'",
+            "path pattern 'blocks/.*': logical axes must be a tuple with one name per "
+            "dimension, got 'embed'",
         ),
         (
             {"blocks/(": (None,)},
-            "path pattern 'blocks/(' is no regular expression: missing ), unterminated "
-            "subpattern at position 7",
+            "path pattern 'blocks/(' is not a regular expression: missing ), "
+            "unterminated subpattern at position 7",
         ),
     ],
 )
-def test_bad_patterns(patterns, message):
+def test_bad_patterns_are_errors(patterns, message):
     with pytest.raises(ValueError) as error:
         axes_from_paths(TREE, patterns)
     assert str(error.value) == message
 
 
-# The look-up table is the one that is not square, so that both forms are tested.
+# Only the lookup table is not square, to test both cases.
 PARAMS = {
     "layers": {"w": jax.ShapeDtypeStruct((4, 256, 256), "float32")},
     "table": jax.ShapeDtypeStruct((512, 256), "float32"),
@@ -169,7 +169,7 @@ AXES = {
 
 
 def state_axes(tx, **kwargs) -> dict[str, tuple]:
-    """Names of the state's arrays by path, those of one element left out."""
+    """Returns the axes of the state's arrays by path, without one-element arrays."""
     state = jax.eval_shape(tx.init, PARAMS)
     axes = axes_for_state(state, PARAMS, AXES, **kwargs)
     resolved = resolve(state, RULES, SPEC.abstract(), axes=axes, role="optimizer")
@@ -188,16 +188,16 @@ def below(prefix: str, names=MOMENTS) -> dict[str, tuple]:
     return {f"{prefix}/{path}": axes for path, axes in names.items()}
 
 
-def test_adamw():
+def test_adamw_moments_follow_their_parameters():
     assert state_axes(optax.adamw(1e-3)) == below("0/mu") | below("0/nu")
 
 
-def test_lion():
+def test_lion_moments_follow_their_parameters():
     assert state_axes(optax.lion(1e-3)) == below("0/mu")
 
 
-def test_adafactor_drops_the_dimension_that_was_summed():
-    # The leading layers are not factored over; "w" has one dimension and is kept whole.
+def test_adafactor_drops_the_factored_dimension():
+    # Layers are not factored, nor is "w", which has one dimension.
     assert state_axes(optax.adafactor(1e-3)) == {
         "0/v_row/layers/w": ("layer", "embed"),
         "0/v_col/layers/w": ("layer", "mlp"),
@@ -207,7 +207,7 @@ def test_adafactor_drops_the_dimension_that_was_summed():
     }
 
 
-def test_muon_partitions_and_keeps_coefficients():
+def test_muon_is_partitioned_and_its_coefficients_are_replicated():
     adam = "inner_states/adam/inner_state/0"
     muon = "inner_states/muon/inner_state/0"
     numbers = {
@@ -225,7 +225,7 @@ def test_muon_partitions_and_keeps_coefficients():
     }
 
 
-def test_chain_and_mask():
+def test_chained_and_masked_optimizers_resolve():
     mask = {"layers": {"w": True}, "table": False, "w": False}
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -235,20 +235,20 @@ def test_chain_and_mask():
     assert state_axes(tx) == {"1/inner_state/trace/layers/w": MOMENTS["layers/w"]}
 
 
-def test_injected_hyperparameters():
+def test_injected_hyperparameters_are_replicated():
     tx = optax.inject_hyperparams(optax.lion)(learning_rate=1e-3)
     assert state_axes(tx) == below("inner_state/0/mu")
 
 
-def test_the_longest_path_is_the_owner():
-    # Both "layers/w" and "w" end the path; only the first is its parameter.
+def test_the_longest_suffix_is_the_owner():
+    # Both "layers/w" and "w" are suffixes of the path; the longer one owns the array.
     params = {"layers": {"w": jnp.ones(4)}, "w": jnp.ones(4)}
     axes = {"layers": {"w": ("mlp",)}, "w": ("norm",)}
     state = {"mu": params}
     assert axes_for_state(state, params, axes) == {"mu": axes}
 
 
-def test_a_state_that_does_not_fit_its_parameter_is_no_other_parameters():
+def test_state_that_does_not_fit_its_parameter_is_an_error():
     params = {"layers": {"w": jnp.ones((4, 2))}, "w": jnp.ones(8)}
     axes = {"layers": {"w": ("embed", "mlp")}, "w": ("norm",)}
     state = {"mu": {"layers": {"w": jnp.ones(8)}}}
@@ -264,26 +264,26 @@ def test_a_state_that_does_not_fit_its_parameter_is_no_other_parameters():
     }
 
 
-def test_a_large_array_of_no_parameter_is_an_error():
+def test_a_large_array_without_a_parameter_is_an_error():
     params, axes = {"w": jnp.ones(8)}, {"w": ("norm",)}
     assert axes_for_state({"c": jnp.ones(SMALL)}, params, axes) == {"c": (None,)}
     with pytest.raises(ValueError) as error:
         axes_for_state({"cache": jnp.ones(SMALL + 1)}, params, axes)
     assert str(error.value) == (
         "optimizer state cache of shape (1025,) belongs to no parameter: no "
-        "parameter's path ends its path. Name its dimensions: others={'cache': "
-        "(None,)} replicates it."
+        "parameter's path is a suffix of its path. Name its dimensions: "
+        "others={'cache': (None,)} replicates it."
     )
 
 
-def test_parameters_that_are_one_array():
+def test_parameters_may_be_a_single_array():
     state = jax.eval_shape(optax.adamw(1e-3).init, jnp.ones((8, 4)))
     axes = axes_for_state(state, jnp.ones((8, 4)), ("embed", "mlp"))
     assert axes[0].mu == ("embed", "mlp")
     assert axes[0].count == ()
 
 
-def test_optimizer_of_an_nnx_state():
+def test_optimizer_state_of_an_nnx_state_resolves():
     params = nnx.state(Mlp(nnx.Rngs(0)), nnx.Param)
     state = jax.eval_shape(optax.adamw(1e-3).init, params)
     axes = axes_for_state(state, params, axes_of(params))

@@ -1,4 +1,4 @@
-"""Trees of libraries that are not NNX: equinox's modules, Linen's boxes."""
+"""Trees of other libraries: equinox modules, Linen boxes."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ RULES = data() + fsdp() + tensor()
 MESH = MeshSpec(data=2, fsdp=2, tensor=2).make()
 
 
-# Of the form of an equinox module: functions and numbers are leaves among the arrays.
+# Like an equinox module: functions and numbers are leaves too.
 MODULE = {
     "up": {"weight": jnp.ones((8, 4)), "bias": jnp.ones(8)},
     "activation": jax.nn.relu,
@@ -38,7 +38,7 @@ NAMES = {
 }
 
 
-def test_what_is_no_array_has_no_names_and_stays_as_it_is():
+def test_leaves_that_are_not_arrays_have_no_axes_and_are_unchanged():
     axes = axes_from_paths(MODULE, PATTERNS)
     assert axes == NAMES
     layout = resolve(MODULE, RULES, MESH, axes=axes)
@@ -51,12 +51,12 @@ def test_what_is_no_array_has_no_names_and_stays_as_it_is():
     assert placed["weight"].addressable_shards[0].data.shape == (4, 2)
 
 
-def test_a_pattern_for_what_is_no_array_is_idle():
-    with pytest.raises(ValueError, match="1 patterns match no path of an array: rate."):
+def test_a_pattern_that_matches_no_array_is_an_error():
+    with pytest.raises(ValueError, match="1 patterns match no array: rate."):
         axes_from_paths(MODULE, PATTERNS | {"rate": ()})
 
 
-def test_state_of_such_a_tree():
+def test_optimizer_state_of_such_a_tree_resolves():
     arrays = {"up": MODULE["up"], "activation": None, "rate": None}
     axes = axes_from_paths(arrays, PATTERNS)
     state = optax.adam(1e-3).init(arrays)
@@ -83,14 +83,14 @@ def init():
     return Mlp().init(jax.random.key(0), jnp.ones((2, 8)))["params"]
 
 
-def test_linens_boxes_carry_names():
+def test_linen_boxes_carry_names():
     params = {k: v for k, v in jax.eval_shape(init).items() if k != "scale"}
     assert axes_of(params) == {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    with pytest.raises(ValueError, match="^1 arrays carry no logical axes: scale. "):
+    with pytest.raises(ValueError, match="^1 arrays have no logical axes: scale. "):
         resolve(jax.eval_shape(init), RULES, MESH)
 
 
-def test_patterns_name_what_carries_no_names_and_may_overrule_what_does():
+def test_patterns_name_arrays_without_names_and_may_override_boxes():
     params = jax.eval_shape(init)
     axes = axes_from_paths(params, {"scale": ("norm",)})
     assert axes["up"] == ("embed", "mlp") and axes["scale"] == ("norm",)
@@ -98,7 +98,7 @@ def test_patterns_name_what_carries_no_names_and_may_overrule_what_does():
     assert axes["up"] == (None, "mlp") and axes["down"] == ("mlp", "embed")
 
 
-def test_a_boxed_tree_is_born_sharded_with_its_optimizer_state():
+def test_a_boxed_tree_and_its_optimizer_state_are_initialized_sharded():
     tx = optax.adam(1e-3)
 
     def both():
@@ -119,7 +119,7 @@ def test_a_boxed_tree_is_born_sharded_with_its_optimizer_state():
         assert box.value.addressable_shards[0].data.shape == (4, 16)
 
 
-def test_weights_of_boxes_stay_in_their_boxes():
+def test_gathered_weights_stay_in_their_boxes():
     shard, params = Sharder(MESH, RULES), init()
     axes = axes_from_paths(params, {"scale": ("norm",)})
     out = jax.jit(lambda params: shard.weights(params, axes))(params)

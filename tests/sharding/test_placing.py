@@ -24,8 +24,8 @@ BATCH = {
 }
 
 
-def test_shardings_of_a_batch():
-    # By default the rows of each array are the batch, and nothing else is sharded.
+def test_a_batch_is_sharded_along_rows_by_default():
+    # By default the first dimension of each array is `batch`, and no other is sharded.
     assert SHARD.shardings(BATCH) == {
         "tokens": NamedSharding(MESH, P(ROWS, None)),
         "weights": NamedSharding(MESH, P(ROWS)),
@@ -42,12 +42,12 @@ def test_shardings_of_a_batch():
 
 def test_shardings_need_devices():
     for shard in (Sharder(), Sharder(MeshSpec(data=2).abstract(), RULES)):
-        with pytest.raises(ValueError, match="shardings need a mesh with devices, and"):
+        with pytest.raises(ValueError, match="shardings need a mesh with devices, but"):
             shard.shardings(BATCH)
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_batch_is_placed_as_its_shardings_say(local):
+def test_a_batch_is_placed_with_its_shardings(local):
     axes = {"tokens": ("batch", "length"), "weights": ("batch",), "scale": ()}
     placed = SHARD.place(BATCH, axes, local=local)
     jax.tree.map(np.testing.assert_array_equal, placed, BATCH)
@@ -56,13 +56,13 @@ def test_a_batch_is_placed_as_its_shardings_say(local):
     assert placed["tokens"].sharding == SHARD.shardings(BATCH, axes)["tokens"]
 
 
-def test_one_device_takes_it_as_it_is():
+def test_without_a_mesh_arrays_are_only_converted():
     placed = Sharder().place(BATCH)
     assert isinstance(placed["tokens"], jax.Array)
     assert placed["tokens"].dtype == jnp.int32
 
 
-def test_errors_name_the_array_of_the_batch():
+def test_errors_name_the_batch_array():
     with pytest.raises(
         ValueError, match="^batch array inputs/tokens: dimension 'batch' of size 6 can"
     ):
@@ -107,11 +107,11 @@ print("placed")
 
 
 @pytest.mark.processes
-def test_batches_of_several_processes():
-    """2 processes of 2 devices: rows sharded over processes, and columns."""
+def test_a_batch_is_placed_by_several_processes():
+    """2 processes with 2 devices each; rows or columns are sharded over processes."""
     cases = [
         ("fsdp=2,tensor=2", [(0, 4), (4, 8)]),
-        # Here columns are sharded over processes, and each process holds all rows.
+        # Columns are sharded over processes, so each process holds all rows.
         ("tensor=4", [(0, 8), (0, 8)]),
         ("data=4", [(0, 4), (4, 8)]),
     ]

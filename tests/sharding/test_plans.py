@@ -33,11 +33,11 @@ def specs(rules: Rules, role) -> dict[str, P]:
     return resolve(TREE, rules, MESH, axes=AXES, role=role).specs()
 
 
-def test_data_leaves_weights_whole_in_every_role():
+def test_data_replicates_weights_in_every_role():
     for role in ("param", "compute", "optimizer"):
-        found = specs(data(), role)
-        assert found["up"] == P(None, None)
-        assert found["hidden"] == P(("data", "fsdp"), None, None)
+        result = specs(data(), role)
+        assert result["up"] == P(None, None)
+        assert result["hidden"] == P(("data", "fsdp"), None, None)
     assert {row.name for row in data().rows} == {
         *STANDARD_NAMES,
         "batch",
@@ -45,7 +45,7 @@ def test_data_leaves_weights_whole_in_every_role():
     }
 
 
-def test_zero_stage_3_stores_everything_cut_and_computes_whole():
+def test_zero_3_stores_weights_sharded_and_computes_with_them_gathered():
     rules = data() + fsdp()
     for role in ("param", "optimizer"):
         assert specs(rules, role)["up"] == P("fsdp", None)
@@ -55,7 +55,7 @@ def test_zero_stage_3_stores_everything_cut_and_computes_whole():
     assert specs(rules, "compute")["residual"] == P(("data", "fsdp"), None, None)
 
 
-def test_zero_stage_1_cuts_the_optimizer_only():
+def test_zero_1_shards_only_the_optimizer_state():
     rules = data() + fsdp(stage=1)
     assert specs(rules, "param")["up"] == P(None, None)
     assert specs(rules, "compute")["up"] == P(None, None)
@@ -63,7 +63,7 @@ def test_zero_stage_1_cuts_the_optimizer_only():
     assert parse_plan("data+zero1") == rules
 
 
-def test_a_later_stage_1_has_its_say():
+def test_a_later_stage_1_overrides_stage_3():
     rules = data() + fsdp() + fsdp(stage=1)
     assert specs(rules, "param")["up"] == P(None, None)
     assert [str(old) for old, _ in rules.replaced] == [
@@ -81,35 +81,35 @@ def test_stage_2_is_refused():
     )
 
 
-def test_tensor_cuts_one_side_of_each_matrix():
-    found = specs(data() + fsdp() + tensor(), "param")
-    assert found["up"] == P("fsdp", "tensor")
-    assert found["down"] == P("tensor", "fsdp")
-    assert found["query"] == P(None, "fsdp", "tensor", None)
-    assert found["table"] == P("tensor", "fsdp")
-    assert found["scale"] == P(None)
+def test_tensor_shards_one_side_of_each_matrix():
+    result = specs(data() + fsdp() + tensor(), "param")
+    assert result["up"] == P("fsdp", "tensor")
+    assert result["down"] == P("tensor", "fsdp")
+    assert result["query"] == P(None, "fsdp", "tensor", None)
+    assert result["table"] == P("tensor", "fsdp")
+    assert result["scale"] == P(None)
     compute = specs(data() + fsdp() + tensor(), "compute")
     assert compute["up"] == P(None, "tensor")
     assert compute["hidden"] == P(("data", "fsdp"), None, "tensor")
     assert compute["residual"] == P(("data", "fsdp"), None, None)
 
 
-def test_tensor2d_computes_with_blocks():
+def test_tensor2d_computes_with_both_sides_sharded():
     for role in ("param", "compute", "optimizer"):
-        found = specs(data() + tensor2d(), role)
-        assert found["up"] == P("fsdp", "tensor")
-        assert found["down"] == P("tensor", "fsdp")
-        assert found["residual"] == P("data", None, "fsdp")
-        assert found["hidden"] == P("data", None, "tensor")
+        result = specs(data() + tensor2d(), role)
+        assert result["up"] == P("fsdp", "tensor")
+        assert result["down"] == P("tensor", "fsdp")
+        assert result["residual"] == P("data", None, "fsdp")
+        assert result["hidden"] == P("data", None, "tensor")
 
 
-def test_tensor2d_after_fsdp_takes_over():
+def test_tensor2d_overrides_an_earlier_fsdp():
     assert specs(data() + fsdp() + tensor2d(), "compute") == specs(
         data() + tensor2d(), "compute"
     )
 
 
-def test_sequence_cuts_the_residual_stream_and_nothing_else():
+def test_sequence_shards_only_the_residual_stream():
     before = specs(data() + tensor(), "compute")
     after = specs(data() + tensor() + sequence(), "compute")
     assert after.pop("residual") == P(("data", "fsdp"), "tensor", None)
@@ -117,7 +117,7 @@ def test_sequence_cuts_the_residual_stream_and_nothing_else():
     assert after == before
 
 
-def test_the_summed_gradient_of_a_look_up_gives_its_fsdp_axis_to_the_width():
+def test_fsdp_shards_the_width_of_a_lookup_and_not_its_examples():
     axes = {"g": ("lookup_batch", "embed")}
     tree = {"g": jax.ShapeDtypeStruct((8, 8), "float32")}
     rules = data() + fsdp()
@@ -132,49 +132,49 @@ def piped(plan: str, role) -> dict[str, P]:
     return resolve(TREE, parse_plan(plan), PIPE, axes=AXES, role=role).specs()
 
 
-def test_pipeline_cuts_layers_and_what_is_stored_outside_them():
+def test_pipeline_shards_layers_and_the_weights_stored_outside_them():
     for role in ("param", "optimizer"):
-        found = piped("data+pipeline", role)
-        assert found["query"] == P("pipe", None, None, None)
-        assert found["table"] == P(None, "pipe")
-        assert found["up"] == P("pipe", None)
-        assert found["scale"] == P(None)
-    found = piped("data+pipeline", "compute")
-    assert found["query"] == P("pipe", None, None, None)
-    # Work outside the layers is done with whole weights, by all stages together.
-    assert found["table"] == P(None, None)
-    assert found["residual"] == P("fsdp", None, None)
+        result = piped("data+pipeline", role)
+        assert result["query"] == P("pipe", None, None, None)
+        assert result["table"] == P(None, "pipe")
+        assert result["up"] == P("pipe", None)
+        assert result["scale"] == P(None)
+    result = piped("data+pipeline", "compute")
+    assert result["query"] == P("pipe", None, None, None)
+    # The stages share the work outside the layers, with gathered weights.
+    assert result["table"] == P(None, None)
+    assert result["residual"] == P("fsdp", None, None)
 
 
-def test_pipeline_cuts_beside_fsdp_and_tensor():
-    found = piped("data+fsdp+tensor+pipeline", "param")
-    # Layers have taken the pipe axis, so the width has fsdp alone.
-    assert found["query"] == P("pipe", "fsdp", "tensor", None)
-    assert found["table"] == P("tensor", ("fsdp", "pipe"))
+def test_pipeline_combines_with_fsdp_and_tensor():
+    result = piped("data+fsdp+tensor+pipeline", "param")
+    # The layers use the pipe axis, so the width is sharded over fsdp only.
+    assert result["query"] == P("pipe", "fsdp", "tensor", None)
+    assert result["table"] == P("tensor", ("fsdp", "pipe"))
     assert piped("data+fsdp+tensor+pipeline", "compute")["table"] == P("tensor", None)
 
 
-def test_pipeline_after_zero_stage_1_cuts_more_of_the_optimizer_only():
+def test_pipeline_after_zero_1_shards_more_of_the_optimizer_state_only():
     assert piped("data+zero1+pipeline", "param")["table"] == P(None, "pipe")
     assert piped("data+zero1+pipeline", "optimizer")["table"] == P(
         None, ("fsdp", "pipe")
     )
 
 
-def test_pipeline_keeps_the_blocks_of_tensor2d():
-    found = piped("data+tensor2d+pipeline", "param")
-    assert found["query"] == P("pipe", "fsdp", "tensor", None)
-    assert found["table"] == P("tensor", ("fsdp", "pipe"))
+def test_pipeline_keeps_the_sharding_of_tensor2d():
+    result = piped("data+tensor2d+pipeline", "param")
+    assert result["query"] == P("pipe", "fsdp", "tensor", None)
+    assert result["table"] == P("tensor", ("fsdp", "pipe"))
     compute = piped("data+tensor2d+pipeline", "compute")
     assert compute["table"] == P("tensor", "fsdp")
 
 
-def test_pipeline_leaves_a_width_alone_that_all_axes_together_do_not_divide():
+def test_pipeline_skips_a_width_that_all_axes_together_do_not_divide():
     tree = {"table": jax.ShapeDtypeStruct((8, 6), "float32")}
     axes = {"table": ("vocab", "embed")}
     rules = parse_plan("data+fsdp+tensor+pipeline")
-    found = resolve(tree, rules, PIPE, axes=axes, role="param").specs()
-    assert found["table"] == P("tensor", "fsdp")
+    result = resolve(tree, rules, PIPE, axes=axes, role="param").specs()
+    assert result["table"] == P("tensor", "fsdp")
 
 
 def test_pipeline_replaces_nothing():
@@ -187,12 +187,12 @@ def test_pipeline_replaces_nothing():
 def test_every_plan_adds_to_data_and_names_real_axes(name):
     rules = parse_plan(f"data + {name}")
     for role in ("param", "compute", "optimizer"):
-        found = resolve(TREE, rules, MESH, axes=AXES, role=role)
-        assert all(array.ways >= 1 for array in found.arrays)
+        result = resolve(TREE, rules, MESH, axes=AXES, role=role)
+        assert all(array.ways >= 1 for array in result.arrays)
     assert set(rules.names) == set(parse_plan("data").names)
 
 
-def test_unknown_plan():
+def test_an_unknown_plan_is_an_error():
     with pytest.raises(ValueError) as error:
         parse_plan("data+tesnor")
     assert str(error.value) == (
@@ -203,14 +203,14 @@ def test_unknown_plan():
         parse_plan("")
 
 
-def test_the_plan_of_a_pipeline_has_the_name_of_its_axis():
+def test_the_pipeline_plan_is_the_function_pipe():
     rules = data() + pipe()
     assert rules == parse_plan("data+pipeline")
-    found = resolve(TREE, rules, MeshSpec(pipe=8).abstract(), axes=AXES)
-    assert found.specs()["query"] == P("pipe", None, None, None)
+    result = resolve(TREE, rules, MeshSpec(pipe=8).abstract(), axes=AXES)
+    assert result.specs()["query"] == P("pipe", None, None, None)
 
 
-def test_the_package_of_schedules_called_as_a_plan_names_the_plan():
+def test_calling_the_pipeline_package_names_the_plan():
     from meshloom.sharding import pipeline
 
     assert pipeline.make and pipeline.__name__ == "meshloom.sharding.pipeline"

@@ -17,43 +17,43 @@ def reasons(dimension):
     return [(lost.candidate, lost.reason) for lost in dimension.lost]
 
 
-def test_one_axis_several_axes_and_none():
+def test_a_row_may_have_one_axis_several_axes_or_none():
     table = {"embed": "fsdp", "batch": ("data", "tensor"), "norm": None}
     dims = run(table, ("embed", "batch", "norm", None), (8, 4, 7, 5))
     assert spec_of(dims) == P("fsdp", ("data", "tensor"), None, None)
     assert [d.plan for d in dims] == ["mine", "mine", "mine", ""]
 
 
-def test_dimensions_left_to_right():
+def test_dimensions_are_resolved_left_to_right():
     table = {"a": "tensor", "b": ["tensor", "data"]}
     dims = run(table, ("a", "b"), (4, 4))
     assert spec_of(dims) == P("tensor", "data")
     assert str(dims[1].lost[0]) == "tensor: axis-taken (tensor shards 'a')"
-    # The other way round b comes first, takes tensor, and leaves a whole.
+    # In the other order b comes first and takes tensor, and a is replicated.
     dims = run(table, ("b", "a"), (4, 4))
     assert spec_of(dims) == P("tensor", None)
     assert reasons(dims[1]) == [(("tensor",), "axis-taken")]
 
 
-def test_candidates_in_order():
+def test_candidates_are_tried_in_order():
     dims = run({"a": [("data", "fsdp"), "fsdp", "data"]}, ("a",), (12,))
     assert spec_of(dims) == P("fsdp")
     assert str(dims[0].lost[0]) == "data+fsdp: indivisible (12 by 8)"
 
 
-def test_a_candidate_is_taken_whole_or_not_at_all():
+def test_a_candidate_applies_with_all_its_axes_or_not_at_all():
     dims = run({"a": "fsdp", "b": [("data", "fsdp"), "data"]}, ("a", "b"), (8, 8))
     assert spec_of(dims) == P("fsdp", "data")
     assert reasons(dims[1]) == [(("data", "fsdp"), "axis-taken")]
 
 
-def test_axes_of_size_one_leave_no_trace_in_the_spec():
+def test_axes_of_size_one_are_dropped_from_the_spec():
     dims = run({"a": ("pipe", "data"), "b": "pipe"}, ("a", "b"), (4, 4))
     assert spec_of(dims) == P("data", None)
     assert reasons(dims[1]) == [(("pipe",), "size-1")]
 
 
-def test_one_name_twice_in_an_array():
+def test_a_name_used_twice_in_an_array_shards_the_first():
     dims = run({"a": "data"}, ("a", "a"), (4, 4))
     assert spec_of(dims) == P("data", None)
 
@@ -68,16 +68,16 @@ def test_indivisible_is_an_error_that_names_the_padded_size():
     )
 
 
-def test_whole_where_a_row_says_so():
+def test_a_row_with_none_allows_replication():
     dims = run({"heads": ["fsdp", None]}, ("heads",), (6,))
     assert spec_of(dims) == P(None)
     assert reasons(dims[0]) == [(("fsdp",), "indivisible")]
     assert dims[0].plan == "mine"
-    # None ends the search wherever it stands.
+    # None ends the search wherever it comes.
     assert spec_of(run({"h": ["fsdp", None, "data"]}, ("h",), (6,))) == P(None)
 
 
-def test_a_taken_axis_is_no_error_but_an_indivisible_one_beside_it_is():
+def test_a_taken_axis_is_not_an_error_but_an_indivisible_one_is():
     table = {"a": "tensor", "b": ["tensor", "fsdp"]}
     assert spec_of(run(table, ("a", "b"), (2, 8))) == P("tensor", "fsdp")
     with pytest.raises(
@@ -86,7 +86,7 @@ def test_a_taken_axis_is_no_error_but_an_indivisible_one_beside_it_is():
         run(table, ("a", "b"), (2, 7))
 
 
-def test_unknown_name():
+def test_an_unknown_name_is_an_error():
     with pytest.raises(ValueError) as error:
         run({"mlp": None, "embed": None}, ("mpl",), (8,))
     assert str(error.value) == (
@@ -97,7 +97,7 @@ def test_unknown_name():
         run({}, ("mpl",), (8,))
 
 
-def test_unknown_mesh_axis():
+def test_an_unknown_mesh_axis_is_an_error():
     with pytest.raises(ValueError) as error:
         run({"mlp": "model"}, ("mlp",), (8,))
     assert str(error.value) == (
@@ -106,16 +106,16 @@ def test_unknown_mesh_axis():
     )
 
 
-def test_number_of_names():
+def test_every_dimension_must_be_named():
     with pytest.raises(ValueError) as error:
         run({"mlp": None}, ("mlp",), (8, 4))
     assert str(error.value) == (
         "w: logical axes ('mlp',) name 1 dimensions, but its shape (8, 4) has 2. Name "
-        "each dimension; None is never sharded."
+        "each dimension; use None for one that is never sharded."
     )
 
 
-def test_lenient_rules_keep_the_reason_instead():
+def test_lenient_rules_record_the_reason_instead():
     table = {"vocab": "fsdp", "mlp": ["model", "tensor"]}
     dims = run(table, ("vocab", "mpl", "mlp"), (7, 8, 8), strict=False)
     assert spec_of(dims) == P(None, None, "tensor")
@@ -137,7 +137,7 @@ def test_a_mesh_an_abstract_mesh_and_sizes_resolve_alike():
     assert spec_of(results[0]) == P("fsdp", "tensor")
 
 
-def test_a_scalar():
+def test_a_scalar_has_an_empty_spec():
     assert spec_of(run({}, (), ())) == P()
 
 
@@ -153,7 +153,7 @@ def test_a_fused_dimension_is_sharded_between_its_units():
 
 
 def test_a_fused_dimension_is_never_sharded_inside_a_unit():
-    # 6 * 64 is divisible by 4, and would end in the middle of a head.
+    # 6 * 64 is divisible by 4, but a shard would end inside a head.
     with pytest.raises(Indivisible) as error:
         fused((8, 6 * 64))
     assert str(error.value) == (
@@ -168,15 +168,15 @@ def test_a_fused_dimension_is_never_sharded_inside_a_unit():
     assert spec_of(fused((8, 6 * 64), name="heads")) == P(None, "fsdp")
 
 
-def test_a_unit_that_is_wrong():
+def test_a_wrong_unit_is_an_error():
     with pytest.raises(ValueError) as error:
         fused((8, 100))
     assert str(error.value) == (
-        "w: dimension 'heads*64' of size 100 is not a multiple of its unit 64. Correct "
+        "w: dimension 'heads*64' of size 100 is not a multiple of its unit 64. Fix "
         "the unit."
     )
     for name in ("heads*head_dim", "heads*0", "*64", "heads*"):
-        with pytest.raises(ValueError, match="expected a name, or name[*]unit for a d"):
+        with pytest.raises(ValueError, match="expected a name, or name[*]unit for a f"):
             fused((8, 128), name=name)
 
 

@@ -5,7 +5,7 @@ from meshloom.sharding import Rules, data, fsdp, resolve, tensor
 from meshloom.sharding.rules import Row
 
 
-def test_of_reads_every_way_to_write_candidates():
+def test_of_accepts_every_form_of_candidates():
     rules = Rules.of(
         {
             "norm": None,
@@ -34,26 +34,26 @@ def test_of_reads_every_way_to_write_candidates():
         (("fsdp", "fsdp"), r"candidate \('fsdp', 'fsdp'\) names a mesh axis twice"),
     ],
 )
-def test_bad_candidates(value, message):
+def test_bad_candidates_are_errors(value, message):
     with pytest.raises(ValueError, match=message):
         Rules.of({"mlp": value})
 
 
-def test_unknown_role():
+def test_an_unknown_role_is_an_error():
     with pytest.raises(ValueError, match="role 'grad' of plan 'mine' is unknown. Role"):
         Rules.of({"mlp": None}, role="grad", plan="mine")  # pyright: ignore
 
 
-def test_a_row_for_the_role_comes_before_a_row_for_all():
+def test_a_row_for_the_role_takes_precedence():
     rules = Rules.of({"embed": "fsdp"}, role="param") + Rules.of({"mlp": "tensor"})
     rules = Rules.of({"embed": None}) + rules
-    found = {role: rules.find("embed", role) for role in ("param", "compute")}
-    assert found["param"] and found["param"].candidates == (("fsdp",),)
-    assert found["compute"] and found["compute"].candidates == ((),)
+    result = {role: rules.find("embed", role) for role in ("param", "compute")}
+    assert result["param"] and result["param"].candidates == (("fsdp",),)
+    assert result["compute"] and result["compute"].candidates == ((),)
     assert rules.find("vocab", "param") is None
 
 
-def test_a_later_row_for_all_replaces_rows_of_every_role():
+def test_a_later_row_without_a_role_replaces_rows_of_every_role():
     rules = fsdp() + Rules.of({"embed": "tensor"}, plan="mine")
     for role in ("param", "compute", "optimizer"):
         row = rules.find("embed", role)
@@ -64,7 +64,7 @@ def test_a_later_row_for_all_replaces_rows_of_every_role():
     }
 
 
-def test_a_row_said_twice_is_not_called_replaced():
+def test_an_equal_row_is_not_recorded_as_replaced():
     assert (tensor() + tensor()) == tensor()
 
 
@@ -77,7 +77,7 @@ def candidates(rules: Rules, role="param"):
     return row and row.candidates
 
 
-def test_a_row_that_cuts_also_tries_each_candidate_with_its_axes_behind():
+def test_also_tries_each_candidate_with_its_axes_appended():
     base = Rules.of({"embed": ["fsdp", ("data", "tensor")]}, plan="base")
     rules = base + also(embed="pipe")
     assert candidates(rules) == (
@@ -94,30 +94,30 @@ def test_a_row_that_cuts_also_tries_each_candidate_with_its_axes_behind():
     )
 
 
-def test_it_cuts_what_was_whole_and_says_whole_last():
+def test_also_shards_what_was_replicated_and_tries_replicated_last():
     rules = Rules.of({"embed": None}) + also(embed="pipe")
     assert candidates(rules) == (("pipe",), ())
 
 
-def test_it_replaces_nothing():
+def test_also_replaces_nothing():
     rules = Rules.of({"embed": "fsdp"}, role="param") + also(embed="pipe")
     assert rules.replaced == ()
     assert len(rules.rows) == 1
 
 
-def test_without_a_table_before_it_stands_as_it_is():
+def test_also_without_an_earlier_table_is_kept_as_written():
     rules = also(embed="pipe")
     assert candidates(rules) == (("pipe",),)
     assert str(rules) == "embed (param) -> also pipe  [more]"
 
 
-def test_it_waits_for_the_table_it_is_added_to():
+def test_also_applies_to_the_table_it_is_added_to():
     parts = Rules.of({"mlp": "tensor"}) + also(embed="pipe")
     rules = Rules.of({"embed": "fsdp"}) + parts
     assert candidates(rules) == (("fsdp", "pipe"), ("fsdp",))
 
 
-def test_a_later_row_has_its_say_over_both():
+def test_a_later_row_replaces_both():
     rules = Rules.of({"embed": "fsdp"}) + also(embed="pipe")
     rules += Rules.of({"embed": None}, plan="last")
     assert candidates(rules) == ((),)
@@ -127,12 +127,12 @@ def test_a_later_row_has_its_say_over_both():
 @pytest.mark.parametrize(
     ("table", "role"), [({"embed": "pipe"}, None), ({"embed": ["pipe", None]}, "param")]
 )
-def test_cutting_also_needs_one_role_and_one_candidate(table, role):
+def test_also_needs_a_role_and_one_candidate(table, role):
     with pytest.raises(ValueError) as error:
         Rules.of(table, role=role, plan="mine", also=True)
     assert str(error.value) == (
-        "plan 'mine': rows that shard also over more mesh axes need one role and one "
-        f"candidate each, got role {role} and {table}"
+        "plan 'mine': also=True needs a role and one candidate for each name, got "
+        f"role {role} and {table}"
     )
 
 
@@ -141,13 +141,13 @@ def test_addition_is_associative():
     assert ((a + b) + c).rows == (a + (b + c)).rows
 
 
-def test_one_name_twice_is_an_error():
+def test_the_same_name_twice_is_an_error():
     row = Row("mlp", ((),))
     with pytest.raises(ValueError, match="rules name 'mlp' twice for the same role: "):
         Rules((row, row))
 
 
-def test_without_leaves_names_whole_in_every_role():
+def test_without_replicates_names_in_every_role():
     rules = (data() + fsdp()).without("batch", "embed")
     for role in ("param", "compute", "optimizer"):
         row = rules.find("embed", role)
@@ -170,11 +170,11 @@ def test_a_role_that_does_not_exist_is_refused_with_a_suggestion():
         Row("a", ((),), "x")  # pyright: ignore
 
 
-def test_axes_may_have_other_names():
+def test_mesh_axes_can_be_renamed():
     rules = (data() + fsdp() + tensor()).rename_axes({"tensor": "model"})
     assert rules.find("mlp", "param").candidates == (("model",),)  # pyright: ignore
     assert "tensor" not in rules.mesh_axes
-    # Two axes that become one are named once.
+    # Two axes that map to one are named once.
     both = (data() + fsdp()).rename_axes({"fsdp": "data"})
     assert both.find("batch", "compute").candidates == (  # pyright: ignore
         ("replica", "data", "expert"),

@@ -18,20 +18,20 @@ def same(x: jax.Array, spec: P, mesh=MESH) -> bool:
     return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
 
 
-def test_an_activation_is_really_cut():
+def test_an_activation_is_sharded():
     f = jax.jit(lambda x: SHARD(x * 2, ("batch", "length", "mlp")))
     y = f(jnp.ones((8, 4, 16)))
     assert same(y, P(("data", "fsdp"), None, "tensor"))
     assert {s.data.shape for s in y.addressable_shards} == {(2, 4, 8)}
 
 
-def test_a_gradient_may_be_constrained_in_the_role_it_has():
+def test_a_gradient_can_be_constrained_in_its_role():
     y = jax.jit(lambda x: SHARD(x, AXES, role="optimizer"))(W)
     assert same(y, P("fsdp", "tensor"))
     assert same(jax.jit(lambda x: SHARD(x, AXES))(W), P(None, "tensor"))
 
 
-def test_a_weight_is_gathered_to_compute_with():
+def test_a_weight_is_gathered_for_computation():
     stored = jax.device_put(W, NamedSharding(MESH, P("fsdp", "tensor")))
     y = jax.jit(lambda w: SHARD.weight(w, AXES))(stored)
     assert same(y, P(None, "tensor"))
@@ -46,41 +46,41 @@ def loss(shard, w, x):
 @pytest.mark.parametrize(
     ("stage", "stored"), [(3, P("fsdp", "tensor")), (1, P(None, "tensor"))]
 )
-def test_its_gradient_lands_where_the_optimizer_keeps_it(stage, stored):
+def test_its_gradient_has_the_optimizer_layout(stage, stored):
     shard = Sharder(MESH, data() + fsdp(stage) + tensor())
     w = jax.device_put(W, NamedSharding(MESH, stored))
     x = jax.device_put(
         jax.random.normal(jax.random.key(0), (8, 8)),
         NamedSharding(MESH, P(("data", "fsdp"), None)),
     )
-    # No out_shardings: the layout is the one that `weight` asks for.
+    # No out_shardings: the layout comes from `weight`.
     g = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(shard, w, x)
     assert same(g, P("fsdp", "tensor"))
     assert {s.data.shape for s in g.addressable_shards} == {(4, 8)}
     expected = jax.grad(loss, argnums=1)(
         Sharder(), jax.device_get(w), jax.device_get(x)
     )
-    # Sums over 8 examples in another order.
+    # Sums over 8 examples, in a different order.
     np.testing.assert_allclose(g, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_data_parallel_leaves_the_gradient_whole():
+def test_data_parallel_replicates_the_gradient():
     shard = Sharder(MESH, data())
     g = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(shard, W, jnp.ones((8, 8)))
     assert same(g, P(None, None))
 
 
-def test_a_weight_is_cast_before_it_travels():
+def test_a_weight_is_cast_before_it_is_gathered():
     stored = jax.device_put(W, NamedSharding(MESH, P("fsdp", "tensor")))
     f = jax.jit(lambda w: SHARD.weight(w, AXES, jnp.bfloat16))
     assert f(stored).dtype == jnp.bfloat16
-    # In the program before any backend's own rewriting: cast, then the constraints.
-    # (The CPU compiler gathers in float32, because it has no bfloat16 collectives.)
+    # In the lowered program, before the backend rewrites it: cast, then constraints.
+    # (XLA for CPU gathers in float32, because it has no bfloat16 collectives.)
     text = f.lower(stored).as_text()
     assert text.index("stablehlo.convert") < text.index("sharding_constraint")
 
 
-def test_the_gradient_comes_back_in_the_stored_type():
+def test_the_gradient_has_the_stored_type():
     def f(w):
         return jnp.sum(SHARD.weight(w, AXES, jnp.bfloat16).astype(jnp.float32))
 
@@ -90,7 +90,7 @@ def test_the_gradient_comes_back_in_the_stored_type():
 @pytest.mark.parametrize(
     "shard", [Sharder(), Sharder(MeshSpec().make(jax.devices()[:1]), data())]
 )
-def test_nothing_happens_without_devices_to_cut_over(shard):
+def test_nothing_is_constrained_without_devices_to_shard_over(shard):
     x = jnp.ones((3, 5))
     assert shard(x, ("no", "rules")) is x
     assert shard.weight(x, ("no", "rules")) is x
@@ -98,7 +98,7 @@ def test_nothing_happens_without_devices_to_cut_over(shard):
     assert shard.is_single
 
 
-def test_is_single():
+def test_is_single_means_no_axis_larger_than_1():
     assert not SHARD.is_single
 
 
@@ -106,7 +106,7 @@ ROWS = P(("data", "fsdp"))
 
 
 def inside(f, *arrays, axes=("data", "fsdp"), specs=None, out=ROWS):
-    """f(sharder, ...) in a shard_map over `axes`, which are manual there."""
+    """Runs f(sharder, ...) in a shard_map over the manual `axes`."""
 
     def body(*arrays):
         return f(Sharder(jax.sharding.get_abstract_mesh(), SHARD.rules), *arrays)
@@ -121,19 +121,19 @@ def inside(f, *arrays, axes=("data", "fsdp"), specs=None, out=ROWS):
     return jax.jit(mapped)(*arrays)
 
 
-def test_manual_axes_are_left_alone_and_the_others_cut():
+def test_manual_axes_are_left_alone_and_the_others_shard():
     y = inside(lambda shard, x: shard(2 * x, ("batch", "mlp")), jnp.ones((8, 16)))
     assert same(y, P(("data", "fsdp"), "tensor"))
     assert {s.data.shape for s in y.addressable_shards} == {(2, 8)}
 
 
-def test_a_size_that_manual_axes_do_not_divide_is_no_error_inside():
-    """A batch of 3 on each device: it is cut already."""
+def test_inside_a_shard_map_manual_axes_need_not_divide_a_dimension():
+    """A batch of 3 on each device is already sharded."""
     y = inside(lambda shard, x: shard(x, ("batch", "mlp")), jnp.ones((12, 16)))
     assert {s.data.shape for s in y.addressable_shards} == {(3, 8)}
 
 
-def test_a_weight_inside_moves_over_the_other_axes_only():
+def test_inside_a_shard_map_a_weight_is_gathered_over_the_other_axes_only():
     def gradient(shard, w, x):
         w = jax.lax.pcast(w, ("data", "fsdp"), to="varying")
         g = jax.grad(loss, argnums=1)(shard, w, x)
@@ -143,11 +143,11 @@ def test_a_weight_inside_moves_over_the_other_axes_only():
     g = inside(gradient, W, x, specs=(P(), ROWS), out=P())
     assert same(g, P(None, "tensor"))
     expected = jax.grad(loss, argnums=1)(Sharder(), W, x)
-    # Sums over 8 examples in another order.
+    # Sums over 8 examples, in a different order.
     np.testing.assert_allclose(g, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_all_axes_manual_is_one_device():
+def test_with_all_axes_manual_a_sharder_is_single():
     def body(shard, x):
         assert shard.is_single
         y = shard(x, ("no", "rules"))
@@ -157,7 +157,7 @@ def test_all_axes_manual_is_one_device():
     inside(body, jnp.ones((8, 4)), axes=MESH.axis_names)
 
 
-def test_spec_says_how_an_activation_is_cut():
+def test_spec_is_the_sharding_of_an_activation():
     shape, axes = (8, 4, 16), ("batch", None, "mlp")
     assert SHARD.spec(shape, axes) == P(("data", "fsdp"), None, "tensor")
     assert Sharder().spec(shape, axes) == P()
@@ -173,7 +173,7 @@ def line_of(f) -> str:
     return f"test_sharder.py:{f.__code__.co_firstlineno}"
 
 
-def test_errors_name_the_array_or_the_line():
+def test_errors_name_the_array_or_the_calling_line():
     f = lambda x: SHARD(x, ("batch", "length"))  # noqa: E731
     with pytest.raises(ValueError) as error:
         jax.jit(f)(jnp.ones((6, 4)))
@@ -196,7 +196,7 @@ PARAMS = {"blocks": [{"up": W, "steps": jnp.ones(8, jnp.int32)}]}
 PARAMS_AXES = {"blocks": [{"up": AXES, "steps": (None,)}]}
 
 
-def test_all_weights_of_a_tree_at_once():
+def test_weights_gathers_every_array_of_a_tree():
     def f(params):
         return SHARD.weights(params, PARAMS_AXES, jnp.bfloat16)
 
@@ -207,7 +207,7 @@ def test_all_weights_of_a_tree_at_once():
     np.testing.assert_array_equal(block["up"], W)
 
 
-def test_gradients_of_weights_land_where_the_optimizer_keeps_them():
+def test_gradients_of_weights_have_the_optimizer_layout():
     def f(params, x):
         return jnp.sum(jnp.square(x @ SHARD.weights(params, {"w": AXES})["w"]))
 
@@ -225,27 +225,27 @@ def test_weights_name_the_path_of_the_array_that_fails_inside_jit():
     )
 
 
-def test_what_is_no_array_and_trees_of_one_device_come_back_as_they_are():
+def test_leaves_that_are_not_arrays_and_single_device_trees_are_unchanged():
     tree = {"w": W, "f": jax.nn.relu}
     for shard in (SHARD, Sharder()):
         assert shard.weights(tree, {"w": AXES, "f": None})["f"] is jax.nn.relu
     assert Sharder().weights(tree, {"w": AXES, "f": None})["w"] is W
 
 
-def test_weights_of_nnx_state_carry_their_names_and_stay_variables():
+def test_weights_of_an_nnx_state_stay_variables():
     state = nnx.State({"w": nnx.Param(W, axes=AXES)})
     out = jax.jit(SHARD.weights)(state)
     assert isinstance(out["w"], nnx.Param)
     assert same(out["w"].get_value(), P(None, "tensor"))
 
 
-def test_a_tree_is_constrained_in_a_role():
+def test_a_tree_can_be_constrained_in_a_role():
     out = jax.jit(lambda g: SHARD.constrain(g, {"w": AXES}, role="optimizer"))({"w": W})
     assert same(out["w"], P("fsdp", "tensor"))
     assert same(jax.jit(lambda x: SHARD.constrain(x, AXES))(W), P(None, "tensor"))
 
 
-def test_an_unknown_role_is_refused_on_any_number_of_devices():
+def test_an_unknown_role_is_an_error_on_any_number_of_devices():
     message = "role 'optimiser' is unknown. Did you mean 'optimizer'?"
     for shard in (SHARD, Sharder()):
         with pytest.raises(ValueError) as error:
@@ -255,7 +255,7 @@ def test_an_unknown_role_is_refused_on_any_number_of_devices():
             shard.constrain({}, {}, role="optimiser")  # pyright: ignore
 
 
-def test_lenient_rules_mean_the_same_to_resolve_and_to_a_sharder():
+def test_resolve_and_a_sharder_treat_lenient_rules_alike():
     odd, axes = jnp.ones((8, 5)), ("embed", "mlp")
     with pytest.raises(ValueError, match="cannot be sharded"):
         resolve({"w": odd}, SHARD.rules, MESH, axes={"w": axes})
@@ -268,5 +268,5 @@ def test_lenient_rules_mean_the_same_to_resolve_and_to_a_sharder():
     assert not (rules + data()).strict and not (data() + rules).strict
 
 
-def test_a_sharder_is_a_constant_that_jit_can_take():
+def test_a_sharder_can_be_a_static_argument_of_jit():
     assert hash(SHARD) == hash(Sharder(MESH, data() + fsdp() + tensor()))

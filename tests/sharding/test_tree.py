@@ -23,7 +23,7 @@ def resolved(rules=RULES, mesh=SPEC, **kwargs):
     return resolve(TREE, rules, mesh.abstract(), axes=AXES, **kwargs)
 
 
-def test_table():
+def test_the_table_shows_shapes_axes_and_specs():
     assert str(resolved()).splitlines() == [
         "parameter  shape   axes       spec            per device  why",
         "odd        3x5     -,-        (-, -)          30 B        no names",
@@ -35,7 +35,7 @@ def test_table():
     ]
 
 
-def test_the_table_says_what_lost_and_why():
+def test_the_table_shows_what_lost_and_why():
     rules = Rules.of(
         {"embed": ["fsdp", None], "mlp": ["fsdp", "tensor"], "norm": "pipe"}
     )
@@ -50,7 +50,7 @@ def test_the_table_says_what_lost_and_why():
     }
 
 
-def test_bytes():
+def test_bytes_are_total_and_per_device():
     r = resolved()
     assert r.bytes == 8 * 64 * 4 + 8 * 4 + 4 + 3 * 5 * 2
     assert r.bytes_per_device == 8 * 64 * 4 // 4 + 8 * 4 + 4 + 3 * 5 * 2
@@ -62,7 +62,7 @@ def test_replicated_largest_first_and_none_on_one_device():
     assert resolved(mesh=MeshSpec()).replicated() == []
 
 
-def test_summary():
+def test_the_summary_lists_totals_and_replicated_arrays():
     assert resolved().summary(largest=2).splitlines() == [
         "parameters        536 in 4 arrays",
         "bytes             2.1 KiB",
@@ -78,18 +78,18 @@ def test_summary():
     assert resolved(role="optimizer").summary().startswith("elements  ")
 
 
-def test_json():
-    found = json.loads(resolved().dumps())
-    assert found["role"] == "param"
-    assert found["mesh"]["fsdp"] == 2
-    assert found["totals"] == {
+def test_json_has_every_array_and_totals():
+    result = json.loads(resolved().dumps())
+    assert result["role"] == "param"
+    assert result["mesh"]["fsdp"] == 2
+    assert result["totals"] == {
         "arrays": 4,
         "elements": 536,
         "bytes": 2114,
         "bytes_per_device": 578,
         "replicated_bytes": 66,
     }
-    assert found["arrays"][3] == {
+    assert result["arrays"][3] == {
         "path": "up",
         "shape": [8, 64],
         "dtype": "float32",
@@ -102,14 +102,14 @@ def test_json():
     }
 
 
-def test_json_of_a_dimension_cut_by_two_axes():
+def test_json_of_a_dimension_sharded_over_two_axes():
     tree = {"x": jax.ShapeDtypeStruct((8, 4), "float32")}
     axes = {"x": ("batch", "length")}
     r = resolve(tree, data(), SPEC.abstract(), axes=axes, role="compute")
     assert r.to_json()["arrays"][0]["spec"] == [["data", "fsdp"], None]
 
 
-def test_shardings_are_what_a_jitted_init_cuts_by():
+def test_a_jitted_init_follows_the_shardings():
     mesh = SPEC.make()
     shardings = resolved().shardings(mesh)
     assert shardings["up"] == NamedSharding(mesh, P("fsdp", "tensor"))
@@ -124,11 +124,13 @@ def test_shardings_are_what_a_jitted_init_cuts_by():
 
 
 def test_shardings_for_another_mesh_are_refused():
-    with pytest.raises(ValueError, match="shardings were asked for mesh .*'data': 8"):
+    with pytest.raises(
+        ValueError, match="shardings were requested for mesh .*'data': 8"
+    ):
         resolved().shardings(MeshSpec(data=8).make())
 
 
-def test_diff():
+def test_diff_lists_changed_added_and_removed_arrays():
     other = resolve(
         TREE | {"new": TREE["scale"]},
         data() + tensor(),
@@ -143,7 +145,7 @@ def test_diff():
     assert diff(other, other) == []
 
 
-def test_diff_sees_a_change_of_mesh_size_with_the_same_spec():
+def test_diff_reports_a_different_mesh_size_with_the_same_spec():
     wide = resolved(mesh=MeshSpec(data=2, fsdp=4, tensor=2))
     assert [line.split(":")[0] for line in diff(resolved(), wide)] == ["~ up"]
 
@@ -165,9 +167,9 @@ def test_an_error_names_the_parameter():
         resolve(tree, RULES, SPEC.abstract(), axes=axes)
 
 
-def test_axes_of_another_form():
+def test_axes_of_another_structure_are_an_error():
     with pytest.raises(
-        ValueError, match="the tree of logical axes does not have the form"
+        ValueError, match="the tree of logical axes does not have the struc"
     ):
         resolve(TREE, RULES, SPEC.abstract(), axes={"up": ("embed", "mlp")})
     with pytest.raises(
@@ -180,7 +182,7 @@ def test_axes_of_another_form():
         resolve({"rate": 0.1}, RULES, SPEC.abstract(), axes={"rate": ()})
 
 
-def test_a_large_model_is_planned_by_shapes_in_no_time():
+def test_a_large_model_is_resolved_quickly_from_shapes():
     axes = {str(i): ("layer", "embed", "mlp") for i in range(200)}
     tree = {k: jax.ShapeDtypeStruct((80, 8192, 28672), "bfloat16") for k in axes}
     r = resolve(tree, RULES, MeshSpec(fsdp=64, tensor=4).abstract(), axes=axes)

@@ -1,12 +1,12 @@
 # ruff: noqa: E501
-"""Excerpts of programs that libtpu 0.0.51 and XLA for GPUs made, cut to a few lines.
+"""Short excerpts of programs compiled by libtpu 0.0.51 and XLA for GPUs.
 
 GATHERS, RING: a step of 0.95 billion parameters for v5e:4x4, fsdp=16. KERNEL: jax's
-splash attention for v5e. GPU: what a sharded product becomes for H100s. Names, types,
-layouts and attributes are the compilers'; metadata and other instructions are left out.
+splash attention for v5e. GPU: a sharded product for H100s. Names, types, layouts and
+attributes are the compilers'; metadata and other instructions are left out.
 """
 
-# One gather stops the rest, one is carried along by a product. 16 devices.
+# One gather is synchronous, one is carried by a product. 16 devices.
 GATHERS = """\
 HloModule jit_train_step, is_scheduled=true, num_partitions=16
 
@@ -60,7 +60,7 @@ ENTRY %main (p.0: bf16[1,128,16,3,128], p.1: bf16[1,16,128,128], p.2: bf16[4,204
 }
 """
 
-# A product and the scatter of its sum as a ring both ways: 4 times round, 16 devices.
+# A product and the reduce-scatter of its sum as a bidirectional ring, on 16 devices.
 RING = """\
 HloModule jit_train_step, is_scheduled=true, num_partitions=16
 
@@ -133,7 +133,7 @@ ENTRY %main (p.0: bf16[4,2048,16,128], p.1: bf16[4,2048,1,2048], p.2: bf16[16,12
 }
 """
 
-# For v5p with sums given to SparseCores: GPT-2, fsdp=8,tensor=2.
+# GPT-2 on v5p with fsdp=8,tensor=2 and reductions offloaded to SparseCores.
 SPARSECORE = """\
 HloModule jit_train_step, is_scheduled=true, num_partitions=16
 
@@ -167,8 +167,8 @@ ENTRY %main (p.0: bf16[8,1024,768], p.1: bf16[8,1024,768]) -> (bf16[8,1024,768],
 }
 """
 
-# 4 heads, 2048 positions, width 128, blocks of 512, causal. What the kernel says of
-# itself takes several lines.
+# 4 heads, 2048 positions, width 128, blocks of 512, causal. The attributes of the kernel
+# span several lines.
 KERNEL = r"""HloModule jit_f, is_scheduled=true
 
 ENTRY %main (q.1: bf16[4,2048,128], k.1: bf16[4,2048,128], v.1: bf16[4,2048,128]) -> bf16[4,2048,128] {
@@ -183,8 +183,8 @@ ENTRY %main (q.1: bf16[4,2048,128], k.1: bf16[4,2048,128], v.1: bf16[4,2048,128]
 }
 """
 
-# For 16 H100s: a gather beside a product, a scatter in what async-start calls, and a
-# pair that runs in one go.
+# For 16 H100s: a gather that overlaps with a product, a reduce-scatter in a computation
+# called by async-start, and a synchronous pair.
 GPU = """\
 HloModule jit_train_step, is_scheduled=true, num_partitions=16
 

@@ -1,4 +1,4 @@
-"""Small models in pipelines, and the same models on one device to compare with."""
+"""Small models in pipelines, and the same models on one device as a reference."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ GPT = transformer.Config(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model under a schedule on a mesh.
+    """A model with a schedule on a mesh.
 
     Attributes:
       packed: batches have segments and positions (transformers only).
@@ -81,26 +81,26 @@ class Case:
         )
 
     def inputs(self) -> tuple[Any, Any]:
-        """(parameters in the pipeline's order, batch), cut as the plan says."""
+        """Returns parameters in the pipeline's order and a batch, both sharded."""
         params = reorder(params_of(self.model), self.pipeline.axes, self.order)
         batch = batch_of(self.model, self.num_rows, self.packed)
         return jax.device_put((params, batch), self._shardings(params, batch))
 
     def compile(self, method: str = "value_and_grad") -> jax.stages.Compiled:
-        """The program alone; nothing is computed."""
+        """Compiles the program from shapes, without any values."""
         shapes = (
             jax.eval_shape(self.model.init, jax.random.key(0)),
             jax.eval_shape(lambda: _batch(self.model, self.num_rows, self.packed)),
         )
-        placed = jax.tree.map(
+        sharded = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
             self._shardings(*shapes),
         )
-        return jax.jit(getattr(self.pipeline, method)).lower(*placed).compile()
+        return jax.jit(getattr(self.pipeline, method)).lower(*sharded).compile()
 
     def in_order(self, tree: Any) -> Any:
-        """Parameters or gradients on the host, their layers in the model's order."""
+        """Returns parameters or gradients on the host, with layers in natural order."""
         tree = jax.device_get(tree)
         return reorder(tree, self.pipeline.axes, np.argsort(self.order))
 
@@ -118,7 +118,7 @@ class Case:
 
 @functools.cache
 def reference(model: Any, num_rows: int, packed: bool = False) -> tuple[Any, Any]:
-    """(sums, gradients) of a model without a pipeline, on one device."""
+    """Returns the sums and gradients of a model on one device, without a pipeline."""
     if model.remat != "none":
         return reference(dataclasses.replace(model, remat="none"), num_rows, packed)
 
@@ -151,24 +151,24 @@ def _batch(model: Any, num_rows: int, packed: bool) -> dict[str, jax.Array]:
     weights = (jax.random.uniform(keys[2], shape) > 0.2).astype(jnp.float32)
     batch = {"inputs": inputs, "targets": targets, "weights": weights}
     if packed:
-        # Every row holds two documents, the first of 3 tokens.
-        place = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
-        batch["segments"] = (place >= 3).astype(jnp.int32)
-        batch["positions"] = jnp.where(place >= 3, place - 3, place)
+        # Every row has two documents, the first of 3 tokens.
+        index = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
+        batch["segments"] = (index >= 3).astype(jnp.int32)
+        batch["positions"] = jnp.where(index >= 3, index - 3, index)
     return batch
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree by their paths."""
+    """Returns the arrays of a tree by path."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
-def largest_error(found: Any, expected: Any) -> dict[str, float]:
-    """Of each array, the largest difference over the largest value."""
+def largest_error(actual: Any, expected: Any) -> dict[str, float]:
+    """Returns, for each array, the largest difference over the largest value."""
     errors = jax.tree.map(
-        lambda a, b: float(np.max(np.abs(a - b)) / np.max(np.abs(b))), found, expected
+        lambda a, b: float(np.max(np.abs(a - b)) / np.max(np.abs(b))), actual, expected
     )
     return leaves(errors)

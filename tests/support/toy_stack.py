@@ -1,7 +1,7 @@
-"""A stack that is none of ours: a classifier of images by equal residual blocks.
+"""A stack that is not in `meshloom.models`: an image classifier of residual blocks.
 
-Plain jax, and nothing of `meshloom.models`: what a pipeline asks of a model, and no
-more. The stages share embed and head by example, as an image has no positions.
+It is plain jax and implements only what a pipeline needs. The stages divide embed and
+head by example, because an image has no positions.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ POLICIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """tanh blocks between a matrix on pixels and one to classes.
+    """tanh blocks between an input projection of pixels and an output layer.
 
     Attributes:
-      remat: none, save-dots or full, as the transformer's.
+      remat: none, save-dots or full, as in the transformer.
     """
 
     num_layers: int = 8
@@ -74,7 +74,7 @@ class Classifier:
         }
 
     def loss(self, params, batch, shard: Sharder):
-        """The model without a pipeline."""
+        """Computes the loss without a pipeline."""
         stack = self.stack()
         x = stack.embed(params, batch, shard)
         for layer in range(self.num_layers):
@@ -88,12 +88,12 @@ class Classifier:
 
 @dataclasses.dataclass(frozen=True)
 class ClassifierStack:
-    """A meshloom.sharding.pipeline.Stack."""
+    """Implements meshloom.sharding.pipeline.Stack."""
 
     model: Classifier
     blocks = "trunk"
     axes = WIDE
-    cut = 0
+    split_dim = 0
     dtype = None
 
     @property

@@ -266,7 +266,7 @@ BAD = {
     "data=8@3": "mesh 'data=8@3': its 8 devices cannot be split evenly across 3",
     "data=8@x": "mesh 'data=8@x': expected a number of processes after @, got 'x'",
     "data=-1": "mesh 'data=-1': every axis needs an explicit size here",
-    "rows=8": "'rows' is no mesh axis",
+    "rows=8": "'rows' is not a mesh axis",
     "fsdp=8@1": "mesh 'fsdp=8' is given twice",
     "pipe=8": "mesh 'pipe=8': mesh axis pipe=8: ",
 }

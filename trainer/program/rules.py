@@ -39,7 +39,7 @@ def name_settings(config: "Computation") -> Iterator[None]:
     except UnknownState as error:
         name = type(config.optimizer).__name__
         raise ValueError(
-            f"{error.found}. Name its dimensions: give {name} an attribute "
+            f"{error.problem}. Name its dimensions: give {name} an attribute "
             f"state_axes = {error.pattern}, which replicates it."
         ) from None
     except Indivisible as error:

@@ -161,15 +161,15 @@ def _exchanges(walk: Walk) -> Iterator[Exchange]:
     for key, some in walk.placed.items():
         times, cost = walk.times.get(key[0], 0), walk.costs.get(key)
         for one in some:
-            taken = walk.wires.take(one.found)
+            taken = walk.wires.take(one.op)
             if not taken.axes or not times:
                 continue
             yield Exchange(
-                one.found.kind,
+                one.op.kind,
                 taken.axes,
-                one.found.source or one.found.op_name,
+                one.op.source or one.op.op_name,
                 times,
-                times * sum(array.num_bytes for array in one.found.payload),
+                times * sum(array.num_bytes for array in one.op.payload),
                 bool(one.done),
                 times * taken.seconds,
                 times * cost.seconds / len(some) if cost else 0.0,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ....sharding import hlo
-from ....sharding.hlo.overlap import Placed, pairs, place
+from ....sharding.hlo.overlap import Scheduled, pairs, schedule
 from ....sharding.hlo.text import Instruction, Module
 from ....sharding.hlo.work import Reader, Work
 from ...program.hardware import Target
@@ -79,8 +79,8 @@ class Walk:
         self._module, self._device, self.wires = module, target.device, wires
         self.reader = Reader(module)
         self.times, self._unknown = hlo.executions(module)
-        self.placed: dict[Key, list[Placed]] = {}
-        for one in place(module):
+        self.placed: dict[Key, list[Scheduled]] = {}
+        for one in schedule(module):
             self.placed.setdefault((one.computation, one.start), []).append(one)
         self.costs: dict[Key, Cost] = {}
         self._runs: dict[str, Run] = {}
@@ -179,13 +179,13 @@ class Walk:
         for (owner, name), some in self.placed.items():
             if self.times.get(owner) and owner not in self._runs:
                 raise ValueError(
-                    f"HLO computation {owner} runs {some[0].found.kind} {name}, but no "
+                    f"HLO computation {owner} runs {some[0].op.kind} {name}, but no "
                     "loop, branch, fusion or asynchronous call leads there, so its "
                     "time is not known. Who calls it must be read in hlo/overlap.py"
                 )
 
     def taken(self, key: Key) -> Taken:
         """The links that the collectives of one instruction take."""
-        found = [self.wires.take(one.found) for one in self.placed[key]]
+        found = [self.wires.take(one.op) for one in self.placed[key]]
         links = tuple(dict.fromkeys(link for one in found for link in one.links))
         return Taken(sum(one.seconds for one in found), links, found[0].axes)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....sharding.hlo.collectives import UNKNOWN_AXES, Found, mesh_axes
+from ....sharding.hlo.collectives import UNKNOWN_AXES, CollectiveOp, mesh_axes
 from ...program.hardware import Target
 from ..roofline import links
 from ..traffic import Transfer
@@ -40,7 +40,7 @@ class Wires:
         self.sizes = sizes
         self._links = links(target, sizes, dcn)
 
-    def take(self, found: Found) -> Taken:
+    def take(self, found: CollectiveOp) -> Taken:
         axes = mesh_axes(found, tuple(self.sizes), tuple(self.sizes.values()))
         if not axes:
             return Taken(0.0, (), axes)
@@ -57,7 +57,7 @@ class Wires:
             seconds = max(self._links[axis].seconds(sent) for axis in axes)
         return Taken(seconds, tuple(f"{a}{way}" for a in axes for way in ways), axes)
 
-    def _anywhere(self, found: Found, num_bytes: int) -> Taken:
+    def _anywhere(self, found: CollectiveOp, num_bytes: int) -> Taken:
         """Groups that are no rows of the mesh: over the slowest links, holding all."""
         slowest = min(self._links.values(), key=lambda link: link.bandwidth)
         size = {"?": max(map(len, found.groups))}
@@ -65,7 +65,7 @@ class Wires:
         every = tuple(f"{axis}{way}" for axis in self._links for way in "<>")
         return Taken(slowest.seconds(sent), every, UNKNOWN_AXES)
 
-    def _directions(self, found: Found, axes: tuple[str, ...]) -> str:
+    def _directions(self, found: CollectiveOp, axes: tuple[str, ...]) -> str:
         """Which way a permute goes round: > or <, or both where it is no ring."""
         size = self.sizes[axes[0]]
         if len(axes) != 1 or size == 2:
