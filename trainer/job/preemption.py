@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 
 from .group import WAIT_SECONDS, Group
 
-# A second signal within this time counts as the first: GNU timeout sends each twice, and
-# schedulers may signal every process of a job.
+# A second signal within this time counts as the first: GNU timeout sends each twice,
+# and schedulers may signal every process of a job.
 REPEAT_SECONDS = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENDING = (signal.SIGTERM, signal.SIGINT)  # these end the process the second time
