@@ -1,4 +1,4 @@
-"""A folder that breaks while a run saves: one line, and what was saved stays whole."""
+"""A folder that breaks while a run saves: one line, and older saves stay intact."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from tiny_runs import main, train
 
 SCRIPT = str(SUPPORT / "broken_saves.py")
 
-# The mount is seen by this shell alone, and ends with it; what the run left is kept.
+# Only this shell sees the mount, which ends with it; the run folder is copied out.
 DISK = """
 run=$1; kept=$2; shift 2
 mkdir -p "$run/checkpoints"
@@ -35,7 +35,7 @@ LOCKED = (
 
 
 def broken(tmp_path, fault: str, when: str) -> tuple[pathlib.Path, str]:
-    """(the run folder as it was left, stderr) of a run whose folder broke."""
+    """Returns (the run folder as it was left, stderr) of a run whose folder broke."""
     folder, kept = tmp_path / "run", tmp_path / "kept"
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     argv = [fault, when, *train(folder), "--steps", "12"]
@@ -74,7 +74,7 @@ def test_a_folder_that_breaks(fault, when, reason, tmp_path, capfd):
     if fault == "run-removed":
         return
     if fault == "moved":
-        # In the background orbax may have made it anew.
+        # Orbax may have recreated it in the background.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         (folder / "moved").rename(folder / "checkpoints")
     capfd.readouterr()

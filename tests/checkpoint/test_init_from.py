@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another: the parameters, and nothing else."""
+"""A run initialized from another takes its parameters, and nothing else."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ from meshloom.sharding.logical_axes import path_name
 from meshloom.trainer.checkpoint import init_from
 from meshloom.trainer.checkpoint.inspect import Stored
 from meshloom.trainer.config import files as config_files
+from meshloom.trainer.job.group import Group
 from meshloom.trainer.record import metrics
 from meshloom.trainer.record.failures import CorruptCheckpoint
 from meshloom.trainer.run.prepare import prepare
@@ -41,18 +42,17 @@ def prepared_of(*values):
     ],
     ids=["another-mesh", "layers-in-another-order"],
 )
-def test_the_parameters_are_taken_and_the_rest_is_new(values, tmp_path):
-    """Also where a pipeline holds layers in another order than that on disk."""
+def test_parameters_are_restored_and_the_rest_is_initialized(values, tmp_path):
+    """Also if a pipeline holds layers in another order than the one on disk."""
     layers = [v.replace("transformer.Config", "model") for v in values if "layers" in v]
     assert main([*train(tmp_path), *sets_of("eval_batches=0", *layers)]) == 0
     prepared = prepared_of(*values)
-    state, taken = init_from.begin(
-        init_from.find(str(tmp_path), prepared.program), prepared.program
-    )
-    assert f"weights of {tmp_path}/checkpoints/4: 10 arrays of parameters" in taken
+    source = init_from.find(str(tmp_path), prepared.program)
+    state, message = init_from.initialize(source, prepared.program, Group())
+    assert f"weights of {tmp_path}/checkpoints/4: 10 arrays of parameters" in message
     saved = dict(Stored.find(tmp_path).arrays())
-    found = prepared.layout.canonical(state, prepared.mesh)
-    for path, x in jax.tree_util.tree_leaves_with_path({"params": found.params}):
+    canonical = prepared.layout.canonical(state, prepared.mesh)
+    for path, x in jax.tree_util.tree_leaves_with_path({"params": canonical.params}):
         np.testing.assert_array_equal(saved[path_name(path)], x)
     if prepared.layout.order is not None:
         moved = state.params["blocks"]["mlp"]["down"]
@@ -68,23 +68,23 @@ def test_the_parameters_are_taken_and_the_rest_is_new(values, tmp_path):
         assert x.sharding == sharding
 
 
-def test_a_run_begins_with_them_once(other, tmp_path, capfd):
+def test_weights_are_taken_once(other, tmp_path, capfd):
     gone = tmp_path / "gone"
     shutil.copytree(other, gone)
-    begin = f'init_from="{gone}/checkpoints/4"'
+    source = f'init_from="{gone}/checkpoints/4"'
     folder = tmp_path / "run"
-    flags = sets_of(begin, "seed=5", "schedule.peak=0.02")
+    flags = sets_of(source, "seed=5", "schedule.peak=0.02")
     assert main([*train(folder), *flags]) == 0
     output = capfd.readouterr().out
-    assert f"Beginning with the weights of {gone}/checkpoints/4: 10 arrays" in output
+    assert f"Starting with the weights of {gone}/checkpoints/4: 10 arrays" in output
     first = metrics.read(folder / "metrics.jsonl")[0]["loss"]
     assert first < metrics.read(other / "metrics.jsonl")[0]["loss"] - 0.05
-    # With a checkpoint of its own the run does not ask for them again.
+    # With a checkpoint of its own the run no longer needs them.
     shutil.rmtree(gone)
     assert main([*train(folder, "--steps", "8"), *flags, "--insist"]) == 0
     output = capfd.readouterr().out
-    assert "Resuming from step 4" in output and "Beginning" not in output
-    # They are a part of what the run computes.
+    assert "Resuming from step 4" in output and "Starting with" not in output
+    # They are part of what defines the run.
     assert main([*train(folder, "--steps", "8"), *flags[2:]]) == 2
     assert "init_from " in capfd.readouterr().err
 
@@ -98,7 +98,7 @@ def test_another_model_is_refused_leaf_by_leaf(other, tmp_path, capfd):
         assert "init_from: the weights of checkpoint" in error
         assert f"{other}/checkpoints/8 do not fit this config, in " in error
         assert (
-            "params/blocks/mlp/down: saved as float32[2,64,32], wanted as "
+            "params/blocks/mlp/down: saved as float32[2,64,32], expected "
             "float32[2,48,32]" in error
         )
         assert "opt_state" not in error
@@ -109,9 +109,9 @@ def test_damaged_and_missing_weights_are_refused(other, tmp_path, monkeypatch, c
     copy = tmp_path / "copy"
     shutil.copytree(other, copy)
     file = copy / "checkpoints" / "8" / "manifest" / "metadata"
-    found = json.loads(file.read_text())
-    found["arrays"]["params/embedding"]["digest"] = "0" * 16
-    file.write_text(json.dumps(found))
+    saved = json.loads(file.read_text())
+    saved["arrays"]["params/embedding"]["digest"] = "0" * 16
+    file.write_text(json.dumps(saved))
     before = digest(copy)
     argv = train(tmp_path / "run")
     line = refused(capfd, [*argv, *sets_of(f'init_from="{copy}"')])
@@ -124,7 +124,7 @@ def test_damaged_and_missing_weights_are_refused(other, tmp_path, monkeypatch, c
     def torn(*args):
         raise CorruptCheckpoint(f"checkpoint {copy}/checkpoints/4 cannot be read: torn")
 
-    # Threads of tensorstore that give up a real read make noise that ends a test.
+    # A real read that tensorstore's threads abandon prints tracebacks.
     monkeypatch.setattr(init_from, "restore_part", torn)
     argv = [*argv, *sets_of(f'init_from="{copy}/checkpoints/4"'), "--insist"]
     line = refused(capfd, argv)

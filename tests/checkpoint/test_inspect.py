@@ -1,4 +1,4 @@
-"""`meshloom ckpt`: what lies in a checkpoint, whether it is whole, how two differ."""
+"""`meshloom ckpt`: what is in a checkpoint, whether it is intact, how two differ."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def test_inspect_shows_arrays_and_origin(run, capfd):
     assert "next example" in output and " 64\n" in output  # 4 steps of 16
 
 
-def test_whole_checkpoints_are_verified(run, capfd):
+def test_intact_checkpoints_are_verified(run, capfd):
     status, output = ckpt(capfd, "verify", run)
     assert status == 0
     assert output == "step 4: 33 arrays as saved\nstep 8: 33 arrays as saved\n"
@@ -59,7 +59,7 @@ def test_damage_is_found(name, run, tmp_path, capfd):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     DAMAGES[name](folder / "checkpoints" / "8")
-    # As a process: reads that tensorstore's threads give up end in noise of their own.
+    # In a process: reads that tensorstore's threads abandon print tracebacks.
     found = command("ckpt", "verify", str(folder))
     assert found.returncode == 1, found.stderr
     assert found.stdout.startswith("step 4: 33 arrays as saved\nstep 8: damaged\n  ")
@@ -143,7 +143,7 @@ DTYPES = {"F32": np.float32, "I32": np.int32, "BF16": ml_dtypes.bfloat16}
 
 
 def read_safetensors(file) -> dict[str, np.ndarray]:
-    """By the format's own words: length, JSON with offsets, bytes."""
+    """Reads a file by the specification: length, JSON with offsets, bytes."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     assert length % 8 == 0

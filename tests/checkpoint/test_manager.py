@@ -1,4 +1,4 @@
-"""Checkpoints: bit-equal on any mesh, committed or invisible."""
+"""Checkpoints: bit-equal on any mesh, and invisible until they are committed."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ RULES = parse_plan("data+fsdp+tensor")
 
 
 class Small:
-    """A few parameters; `create` makes them, nothing computes with them."""
+    """A few parameters; nothing computes with them."""
 
     def axes(self):
         return {
@@ -60,7 +60,7 @@ def mesh():
 
 
 def trained(layout, mesh, step=3):
-    """A state whose every number is its own, as after some updates."""
+    """Returns a state whose numbers are all different, as after some updates."""
     state = layout.create(jax.random.key(0), mesh)
     change = jax.jit(
         lambda tree: jax.tree.map(
@@ -102,7 +102,7 @@ def test_only_the_newest_are_kept(saved):
     [dict(fsdp=4, tensor=2), dict(fsdp=2, data=2), dict(data=8), dict(tensor=2), {}],
     ids=str,
 )
-def test_restores_bit_equal_into_the_cuts_of_any_mesh(saved, sizes):
+def test_restores_bit_equal_into_the_shardings_of_any_mesh(saved, sizes):
     folder, state = saved
     mesh = make_mesh(**sizes)
     layout = plan(mesh)
@@ -115,12 +115,12 @@ def test_restores_bit_equal_into_the_cuts_of_any_mesh(saved, sizes):
         jax.tree.leaves(found), jax.tree.leaves(layout.shardings(mesh)), strict=True
     ):
         assert x.sharding == sharding
-    cut = found.params["blocks"]["up"].addressable_shards[0].data.shape
-    assert cut == (2, 8 // sizes.get("fsdp", 1), 16 // sizes.get("tensor", 1))
+    shard = found.params["blocks"]["up"].addressable_shards[0].data
+    assert shard.shape == (2, 8 // sizes.get("fsdp", 1), 16 // sizes.get("tensor", 1))
 
 
-def test_a_model_without_variables_is_saved_as_before_there_were_any(saved):
-    """Names, digests and files: what was saved before can be restored."""
+def test_a_model_without_variables_keeps_the_older_format(saved):
+    """Names, digests and files: checkpoints without variables can be restored."""
     folder, state = saved
     assert set(state.to_tree()) == {"step", "params", "opt_state"}
     names = {path.split("/")[0] for path in manifest.read(folder, 3)["arrays"]}
@@ -153,7 +153,7 @@ def test_states_of_other_optimizers(tmp_path, mesh, optimizer):
 
 
 def test_a_save_does_not_see_the_steps_after_it(tmp_path, mesh):
-    """The next step overwrites the buffers it is given, while the save still runs."""
+    """The next step overwrites the buffers it donates while the save still runs."""
     layout = plan(mesh)
     state = trained(layout, mesh)
     expected = jax.tree.map(np.array, state)
@@ -190,12 +190,12 @@ def test_no_folder_and_no_checkpoint(tmp_path):
 
 
 def test_what_is_not_committed_is_invisible(saved, tmp_path):
-    """Folders as a killed save leaves them, and files that are no checkpoint."""
+    """Folders as a killed save leaves them, and files that are not checkpoints."""
     for step in (2, 3):
         shutil.copytree(saved[0] / str(step), tmp_path / str(step))
     # While orbax writes, the folder's name says so.
     shutil.copytree(saved[0] / "3", tmp_path / "7.orbax-checkpoint-tmp")
-    # Half-written in place: arrays, but not what commits them.
+    # Partly written in place: arrays, but no commit.
     for step in (6, 8):
         shutil.copytree(saved[0] / "3", tmp_path / str(step))
     (tmp_path / "8" / "_CHECKPOINT_METADATA").unlink()

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be read: corrupt ones, and those that storage withholds."""
+"""Checkpoints that cannot be read: corrupt ones, and storage that fails."""
 
 import errno
 import shutil
@@ -24,7 +24,7 @@ from meshloom.trainer.verify import checkpoint_faults
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of a step with a sharded array, and what to read it into."""
+    """Returns the folder of a step with a sharded array, its tree, and a target."""
     mesh = MeshSpec(fsdp=8).make()
     sharding = jax.sharding.NamedSharding(mesh, P("fsdp"))
     values = jax.random.normal(jax.random.key(0), (64, 1024))
@@ -55,7 +55,7 @@ def tear_the_metadata(step):
 
 
 @pytest.mark.parametrize(
-    ("strike", "error"),
+    ("damage", "error"),
     [
         (checkpoint_faults.tear_a_file, CorruptCheckpoint),
         (checkpoint_faults.lose_a_file, CorruptCheckpoint),
@@ -63,23 +63,23 @@ def tear_the_metadata(step):
         (empty_the_index, CorruptCheckpoint),
         (tear_the_metadata, CorruptCheckpoint),
         (checkpoint_faults.make_unreadable, Unreadable),
-        (shutil.rmtree, Unreadable),  # another process has seen it committed
+        (shutil.rmtree, Unreadable),  # another process has seen it as committed
     ],
 )
 def test_only_what_was_read_and_is_wrong_is_corrupt(
-    saved, tmp_path, capfd, strike, error
+    saved, tmp_path, capfd, damage, error
 ):
     path, _, target = saved
     copy = tmp_path / "3"
     shutil.copytree(path, copy)
-    strike(copy)
+    damage(copy)
     with pytest.raises(error, match=f"checkpoint {copy}"):
         reading.read_tree(copy / STATE, target, Group())
-    assert capfd.readouterr().err == ""  # of orbax's other reads
+    assert capfd.readouterr().err == ""  # no tracebacks of orbax's other reads
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ECONNRESET, errno.ESTALE])
-def test_an_error_of_the_system_proves_nothing(saved, tmp_path, code):
+def test_an_os_error_proves_nothing(saved, tmp_path, code):
     path, _, target = saved
     hold = fault_points.Hold("read", 3, 0, 1, str(tmp_path / "held"), errno=code)
     with pytest.raises(Unreadable) as error:
@@ -92,34 +92,34 @@ def events(folder, kind):
     return [row["step"] for row in rows if row["event"] == kind]
 
 
-def test_storage_that_fails_is_tried_again_before_an_older_one_is_taken(
+def test_storage_that_fails_is_retried_before_an_older_step_is_restored(
     tmp_path, capfd
 ):
     run = [*train(tmp_path), *sets_of("save_every=4", "eval_batches=0")]
     assert main([*run, "--steps", "8"]) == DONE
-    on = [*run, "--steps", "12", "--insist"]
+    resume = [*run, "--steps", "12", "--insist"]
     checkpoints = tmp_path / "checkpoints"
     checkpoint_faults.make_unreadable(checkpoints / "8")
-    assert main(on) == UNREACHABLE
+    assert main(resume) == UNREACHABLE
     (line,) = capfd.readouterr().err.splitlines()
     assert f"checkpoint {checkpoints / '8'} could not be read by process 0" in line
     assert "Nothing was changed. Run the same command again" in line
     assert committed_steps(checkpoints) == [4, 8]
-    assert main(on) == DONE
+    assert main(resume) == DONE
     out = capfd.readouterr().out
     assert f"Set aside as {checkpoints / 'unreadable-8'}" in out
     assert "Resuming from step 4" in out
     assert events(tmp_path, "unreadable") == events(tmp_path, "set_aside") == [8]
-    assert committed_steps(checkpoints) == [8, 12]  # of which two are kept
+    assert committed_steps(checkpoints) == [8, 12]  # two are kept
 
 
-def test_where_nothing_can_be_read_nothing_is_set_aside(tmp_path, capfd):
+def test_if_nothing_can_be_read_nothing_is_set_aside(tmp_path, capfd):
     run = [*train(tmp_path), *sets_of("save_every=4", "eval_batches=0")]
     assert main([*run, "--steps", "8"]) == DONE
     checkpoints = tmp_path / "checkpoints"
     for step in (4, 8):
         checkpoint_faults.make_unreadable(checkpoints / str(step))
-    on = [*run, "--steps", "12", "--insist"]
-    assert [main(on) for _ in range(4)] == [UNREACHABLE] * 4
+    resume = [*run, "--steps", "12", "--insist"]
+    assert [main(resume) for _ in range(4)] == [UNREACHABLE] * 4
     assert "No older checkpoint can be read either" in capfd.readouterr().err
     assert committed_steps(checkpoints) == [4, 8]

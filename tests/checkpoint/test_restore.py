@@ -1,4 +1,4 @@
-"""A run goes on from the newest checkpoint that is what was saved."""
+"""A run continues from its newest valid checkpoint."""
 
 import json
 import os
@@ -35,9 +35,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(name, folder):
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_restored(name, folder):
     DAMAGES[name](folder / "checkpoints" / "8")
-    # As a process: reads that tensorstore's threads give up end in noise of their own.
+    # In a process: reads that tensorstore's threads abandon print tracebacks.
     argv = [*train(folder), "--steps", "12", "--insist", "--cpu-devices", "8"]
     found = command(*argv)
     assert found.returncode == 0, found.stderr
@@ -49,7 +49,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(name, folder
     assert [row["step"] for row in rows] == list(range(1, 13))
 
 
-def test_a_checkpoint_says_what_it_is(folder):
+def test_a_manifest_describes_its_checkpoint(folder):
     found = manifest.read(folder / "checkpoints", 8)
     assert (found["step"], found["data"]["next_example"]) == (8, 8 * 16)
     config = json.loads((folder / "config.json").read_text())
@@ -67,14 +67,14 @@ def test_the_state_of_another_model_is_refused_leaf_by_leaf(folder, capfd):
     error = capfd.readouterr().err
     assert "does not fit this config" in error
     assert (
-        "params/blocks/mlp/down: saved as float32[2,64,32], wanted as float32[2,48,32]"
+        "params/blocks/mlp/down: saved as float32[2,64,32], expected float32[2,48,32]"
         in error
     )
     assert manager.committed_steps(folder / "checkpoints") == [4, 8]
 
 
-def test_a_restore_notes_the_state_that_training_goes_on_with(folder, monkeypatch):
-    """Not what the manifest says: a state that was changed on the way shows."""
+def test_a_restore_records_the_state_that_training_continues_with(folder, monkeypatch):
+    """Not the manifest's digest: a state that changed in between would show."""
     saved = manifest.state_digest(manifest.read(folder / "checkpoints", 8))
     assert main([*train(folder), "--steps", "8"]) == 0
 
@@ -85,5 +85,5 @@ def test_a_restore_notes_the_state_that_training_goes_on_with(folder, monkeypatc
     monkeypatch.setattr(state.Layout, "arranged", changed)
     assert main([*train(folder), "--steps", "8"]) == 0
     rows = metrics.read(folder / "ledger.jsonl")
-    honest, other = (row["state"] for row in rows if row["event"] == "restore")
-    assert honest == saved != other
+    unchanged, other = (row["state"] for row in rows if row["event"] == "restore")
+    assert unchanged == saved != other

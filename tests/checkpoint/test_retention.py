@@ -17,7 +17,7 @@ def state():
 
 
 def save(folder, state, losses, **keep) -> list[int]:
-    """Saves {step: loss or None} one after the other; the steps that are left."""
+    """Saves {step: loss or None} one after the other; returns the steps kept."""
     checkpoints = Checkpoints(folder, **keep)
     for step, loss in losses.items():
         numbered = state._replace(step=jax.numpy.int32(step))
@@ -37,13 +37,13 @@ def test_the_best_are_kept_beside_the_newest(tmp_path, state):
 
 
 def test_steps_without_a_finite_loss_do_not_count_for_best(tmp_path, state):
-    """Also while there are fewer steps than places for the best."""
+    """Also while there are fewer steps than keep_best."""
     losses = {1: None, 2: 3.0, 3: float("nan"), 4: None}
     assert save(tmp_path, state, losses, keep=1, keep_best=5) == [2, 4]
 
 
 def test_the_best_are_known_after_a_restart(tmp_path, state):
-    """Losses come from the manifests, also where none was asked for before."""
+    """Losses come from the manifests, even if keep_best was 0 before."""
     assert save(tmp_path, state, {1: 1.0, 2: 2.0, 3: 3.0}, keep=3) == [1, 2, 3]
     assert save(tmp_path, state, {4: 4.0, 5: 1.5}, keep=1, keep_best=2) == [1, 5]
 
@@ -64,14 +64,14 @@ def test_a_run_keeps_by_the_losses_of_its_evaluations(tmp_path):
     rows = {row["step"]: row["loss"] for row in metrics.read(tmp_path / "eval.jsonl")}
     assert manifest.read(folder, 6)[manifest.LOSS] == rows[6]
     assert manifest.LOSS not in manifest.read(folder, 10)
-    # How many are kept is free to change.
+    # How many are kept may change.
     flags[2:] = ["keep_checkpoints=2", "keep_best=0", "keep_every=0"]
     assert main([*train(tmp_path, "--steps", "12"), *sets_of(*flags)]) == 0
     assert manager.latest_step(folder) == 12
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (
             ["keep_best=2", "eval_batches=0"],
@@ -86,6 +86,6 @@ def test_a_run_keeps_by_the_losses_of_its_evaluations(tmp_path):
         (["keep_every=-1"], "keep_every must be >= 0, got -1"),
     ],
 )
-def test_settings_that_cannot_work(flags, words, tmp_path, capfd):
-    assert words in refused(capfd, [*train(tmp_path), *sets_of(*flags)])
+def test_settings_that_cannot_work(flags, message, tmp_path, capfd):
+    assert message in refused(capfd, [*train(tmp_path), *sets_of(*flags)])
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A save in the background: what it holds up, what it tells, how it fails."""
+"""A save in the background: how it stalls training, what it reports, how it fails."""
 
 import threading
 
@@ -18,7 +18,7 @@ def mesh():
 
 
 class Gate:
-    """Holds what orbax does in the background, just before it commits."""
+    """Blocks orbax in the background just before it commits."""
 
     def __init__(self, monkeypatch):
         self.open = threading.Event()
@@ -30,7 +30,7 @@ class Gate:
 
 
 class Opening:
-    """A running save that goes on when it is waited for."""
+    """A running save that continues once it is waited for."""
 
     def __init__(self, running, gate):
         self._running, self._gate = running, gate
@@ -51,7 +51,7 @@ class Events(list):
         return [(kind, facts["step"]) for kind, facts in self]
 
 
-def test_a_commit_is_told_when_the_step_is_on_disk(tmp_path, mesh, monkeypatch):
+def test_a_commit_is_reported_once_the_step_is_on_disk(tmp_path, mesh, monkeypatch):
     gate, events, seen = Gate(monkeypatch), Events(), []
 
     def event(kind, **facts):
@@ -91,7 +91,7 @@ def fail_at_commit():
     raise OSError("the store is on strike")
 
 
-def test_a_failure_in_the_background_is_said_once_with_its_step(
+def test_a_failure_in_the_background_is_raised_once_with_its_step(
     tmp_path, mesh, monkeypatch
 ):
     layout = plan(mesh)
@@ -123,7 +123,7 @@ def test_a_failure_in_the_background_is_said_once_with_its_step(
     again.close()
 
 
-def test_a_failure_of_the_last_save_is_said_at_the_end(tmp_path, mesh, monkeypatch):
+def test_a_failure_of_the_last_save_is_raised_at_the_end(tmp_path, mesh, monkeypatch):
     gate = Gate(monkeypatch)
     monkeypatch.setattr(gate.open, "wait", lambda timeout: fail_at_commit())
     checkpoints = Checkpoints(tmp_path)
@@ -134,9 +134,7 @@ def test_a_failure_of_the_last_save_is_said_at_the_end(tmp_path, mesh, monkeypat
         checkpoints.close()
 
 
-def test_a_person_is_told_of_long_stalls_and_of_the_first_wait(
-    tmp_path, monkeypatch, capfd
-):
+def test_long_stalls_and_the_first_wait_are_printed(tmp_path, monkeypatch, capfd):
     stalls = {
         1: Stall(0.3, 0.1, 0.0, 0.2),
         2: Stall(0.5, 0.1, 0.2, 0.2, waited_for=1),
@@ -152,9 +150,9 @@ def test_a_person_is_told_of_long_stalls_and_of_the_first_wait(
     monkeypatch.setattr(hooks.Checkpoints, "save", measured)
     assert main([*train(tmp_path), *sets_of("save_every=1", "eval_batches=0")]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if "held training up" in line] == [
-        "step 2  saving held training up for 0.50 s (the save of step 1 was still "
+    assert [line for line in lines if "stalled training" in line] == [
+        "step 2  saving stalled training for 0.50 s (the save of step 1 was still "
         "running: waited 0.20 s; digests 0.10 s, copy 0.20 s)",
-        "step 4  saving held training up for 2.50 s (the save of step 3 was still "
+        "step 4  saving stalled training for 2.50 s (the save of step 3 was still "
         "running: waited 2.00 s; digests 0.25 s, copy 0.25 s)",
     ]

@@ -1,4 +1,4 @@
-"""Only the command line reads the environment, ends the process, or asks jax who it is.
+"""Only the command line reads the environment, exits, or asks jax who we are.
 
 A library that did could not run twice in one process, nor be told by its caller.
 """

@@ -1,4 +1,4 @@
-"""A group: who we are among processes, passed in, and several of them at a time."""
+"""A group tells a process which one it is; several groups can train at a time."""
 
 import concurrent.futures
 import errno
@@ -51,7 +51,7 @@ def test_questions_in_a_row_do_not_mix():
 
 
 def test_two_groups_train_in_the_same_processes_without_meeting():
-    """Each process runs both, in threads that take their turns in any order."""
+    """Each process runs both, in threads that interleave in any order."""
     size, shared = 2, MemoryStore(2)
 
     def train(name, order):
@@ -75,8 +75,8 @@ def test_two_groups_train_in_the_same_processes_without_meeting():
         assert found == [[[{"by": name}] * size] * 20] * size
 
 
-def test_groups_of_one_name_in_one_store_are_noticed():
-    """The store of this test sees a key that is used twice; see the test above."""
+def test_a_name_used_twice_in_one_store_is_detected():
+    """The store of this test raises if a key is used twice."""
     shared = MemoryStore(2)
     assert together(2, lambda group: group.wait("a", 5), shared) == [None, None]
     again = together(2, lambda group: group.wait("a", 5), shared)
@@ -113,9 +113,9 @@ def test_all_fail_alike(errors, expected):
             if (error := errors[group.index]) is not None:
                 raise error
 
-    kind, words = expected
+    kind, message = expected
     first, second = together(2, work)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         raise first
     # The process that met what all raise has its own error.
     assert second is errors[1]

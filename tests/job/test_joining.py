@@ -1,4 +1,4 @@
-"""Joining a job: all of its description, or none."""
+"""Joining a job: its description is complete, or there is none."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ JOB = {
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The calls of jax.distributed.initialize, none of which is made; nobody is met."""
+    """Records calls of jax.distributed.initialize instead of making them."""
     calls = []
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda *args, **kw: calls.append((args, kw))
@@ -64,17 +64,17 @@ def test_joins_the_job_described(joined, monkeypatch):
     joining.join(os.environ)
     ((args, settings),) = joined
     assert args == ("127.0.0.1:1234", 1, 0)
-    # Not at all addresses of this machine, as jax does by itself.
+    # Not on all addresses of this machine, which is jax's default.
     assert settings["coordinator_bind_address"] == "127.0.0.1:1234"
 
 
-def test_another_number_of_processes_than_promised(joined, monkeypatch):
+def test_a_different_number_of_processes_than_described(joined, monkeypatch):
     describe(monkeypatch, JOB | {"MESHLOOM_NUM_PROCESSES": "2"})
     with pytest.raises(ValueError, match="expected 2 processes, got 1"):
         joining.join(os.environ)
 
 
-MEETING = """
+BARRIER = """
 import os, time
 from meshloom.launch.exit_codes import Unreachable
 from meshloom.trainer.job import joining
@@ -87,14 +87,14 @@ try:
     group.wait("the bridge", seconds=1)
 except Unreachable as error:
     print(error, flush=True)
-time.sleep(2)  # process 0 serves the others, who may have begun to wait after it
+time.sleep(2)  # process 0 serves the store; the others may have begun to wait later
 os._exit(0)
 """
 
 
 @pytest.mark.processes
-def test_a_meeting_names_who_did_not_come():
-    argv = [sys.executable, "-c", MEETING]
+def test_a_barrier_names_who_did_not_arrive():
+    argv = [sys.executable, "-c", BARRIER]
     env = {"JAX_PLATFORMS": "cpu"}
     first, second, third = jobs.run_job(3, 1, argv, timeout=120, env=env)
     for process in (first, third):
@@ -108,7 +108,7 @@ def test_a_meeting_names_who_did_not_come():
 @pytest.mark.processes
 @pytest.mark.parametrize("started", [(0, 2), (1, 2)])
 def test_a_process_that_never_starts_is_named(started, tmp_path):
-    """By all that did, in one line each, and not by an abort of jax."""
+    """By each process that did start, in one line, and not by an abort of jax."""
     env = {"JAX_PLATFORMS": "cpu", "MESHLOOM_JOIN_SECONDS": "5"}
     env |= jobs.job_env(3) | {"MESHLOOM_HOSTS": "localhost,localhost,localhost"}
     envs = [env | {"MESHLOOM_PROCESS_ID": str(number)} for number in started]
@@ -118,13 +118,13 @@ def test_a_process_that_never_starts_is_named(started, tmp_path):
     for process, number in zip(found, started, strict=True):
         assert (process.status, process.stderr.count("\n")) == (69, 1), process
         assert f"process {number} of 3 on host {socket.gethostname()}" in process.stdout
-        words = (
+        message = (
             f"5 s for all 3 processes of this job at {address}, but process 1 on "
             "localhost did not join"
             if 0 in started
             else f"tried for 5 s to reach process 0 at {address}: Connection refused"
         )
-        assert words in process.stderr
+        assert message in process.stderr
 
 
 LISTENING = """
@@ -144,20 +144,20 @@ group.wait("seen")
 def test_the_coordinator_listens_at_its_own_address_and_is_reached_directly():
     argv = [sys.executable, "-c", LISTENING]
     job = jobs.job_env(2)
-    # A proxy that does not answer, as many clusters have one for the world outside.
+    # A proxy that does not answer; many clusters have one for outside connections.
     env = {"JAX_PLATFORMS": "cpu", "http_proxy": "http://127.0.0.1:9"}
     port = int(job["MESHLOOM_COORDINATOR"].split(":")[1])
     envs = [job | env | {"MESHLOOM_PROCESS_ID": str(n)} for n in (0, 1)]
     first, second = jobs.run_processes(envs, 1, argv, timeout=120)
     assert (first.status, second.status) == (0, 0), (first, second)
     assert first.stderr == second.stderr == ""
-    # 127.0.0.1, written as an IPv6 address.
+    # 127.0.0.1 as an IPv6 address.
     only = f"['0000000000000000FFFF00000100007F:{port:04X}']"
     assert only in first.stdout, first.stdout
 
 
-def test_a_host_whose_own_name_has_no_address(joined, monkeypatch):
-    """What jax 0.10.2 says in a UTS namespace whose host name is in no /etc/hosts."""
+def test_a_host_whose_name_does_not_resolve(joined, monkeypatch):
+    """The error of jax 0.10.2 if the host name is not in /etc/hosts."""
 
     def start():
         raise RuntimeError(
@@ -167,5 +167,5 @@ def test_a_host_whose_own_name_has_no_address(joined, monkeypatch):
 
     describe(monkeypatch, JOB)
     monkeypatch.setattr(jax, "process_count", start)
-    with pytest.raises(ValueError, match="the name of this host, .* has no address"):
+    with pytest.raises(ValueError, match="the name of this host, .* does not resolve"):
         joining.join(os.environ)

@@ -1,4 +1,4 @@
-"""The network is measured along every axis, and a slow one is called out."""
+"""The network is measured along every axis, and a slow axis is reported."""
 
 import json
 
@@ -55,24 +55,24 @@ def test_bandwidth_is_what_a_device_sends():
     assert figure(operation="permute").bandwidth == 1000
 
 
-def test_a_slow_axis_is_called_out():
+def test_a_slow_axis_is_reported():
     quick = figure("tensor", seconds=0.1)
     assert network_probe.slow_axes([]) == []
     assert network_probe.slow_axes([quick, figure(seconds=0.39)]) == []
-    (words,) = network_probe.slow_axes([quick, figure(seconds=0.5)])
-    assert words == (
-        "Axis data moves 2.9 KiB/s, 5 times less than tensor with 14.6 KiB/s. Look at "
+    (sentence,) = network_probe.slow_axes([quick, figure(seconds=0.5)])
+    assert sentence == (
+        "Axis data moves 2.9 KiB/s, 5 times less than tensor with 14.6 KiB/s. Check "
         "the links between its devices."
     )
-    (words,) = network_probe.slow_axes([quick, figure(seconds=0.5, processes=2)])
-    assert "It is between processes (2), the other within 1" in words
-    # The best of its sizes counts.
+    (sentence,) = network_probe.slow_axes([quick, figure(seconds=0.5, processes=2)])
+    assert "It spans 2 processes, the fastest axis 1: put the axis" in sentence
+    # The size with the best bandwidth counts.
     assert (
         network_probe.slow_axes([quick, figure(seconds=0.5), figure(seconds=0.1)]) == []
     )
 
 
-def test_figures_are_shown_and_kept_once(mesh, tmp_path, monkeypatch):
+def test_figures_are_printed_and_written_once(mesh, tmp_path, monkeypatch):
     calls = []
 
     def measure(mesh, group):

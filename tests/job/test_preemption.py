@@ -1,4 +1,4 @@
-"""SIGTERM: the first asks a run to save and leave, the second ends it at once."""
+"""The first SIGTERM makes a run save and stop, the second ends it at once."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def argv(folder) -> list[str]:
 
 @contextlib.contextmanager
 def started(folder, *program):
-    """A run as a process of its own, past its first steps."""
+    """Yields a run in a process of its own, past its first steps."""
     process = subprocess.Popen(
         [*(program or (COMMAND,)), *argv(folder)],
         stdout=subprocess.PIPE,
@@ -51,21 +51,21 @@ def steps(folder) -> list[dict]:
     return [row for row in rows if row["event"] == "step"]
 
 
-def test_the_first_saves_and_leaves_and_the_run_goes_on_exactly(tmp_path, capfd):
-    straight, struck = tmp_path / "straight", tmp_path / "struck"
-    with started(struck) as process:
+def test_the_first_saves_and_stops_and_the_run_continues_exactly(tmp_path, capfd):
+    straight, preempted = tmp_path / "straight", tmp_path / "preempted"
+    with started(preempted) as process:
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == PREEMPTED, output
-    (step,) = manager.committed_steps(struck / "checkpoints")
+    (step,) = manager.committed_steps(preempted / "checkpoints")
     assert 3 <= step < STEPS
-    assert f"meshloom: told to stop: saved at step {step}. Run the same" in output
-    assert [row["step"] for row in steps(struck)] == list(range(1, step + 1))
-    assert main(argv(struck)) == main(argv(straight)) == 0
+    assert f"meshloom: asked to stop: saved at step {step}. Run the same" in output
+    assert [row["step"] for row in steps(preempted)] == list(range(1, step + 1))
+    assert main(argv(preempted)) == main(argv(straight)) == 0
     assert f"Resuming from step {step}" in capfd.readouterr().out
     losses = [
         [row["loss"] for row in metrics.read(folder / "metrics.jsonl")]
-        for folder in (struck, straight)
+        for folder in (preempted, straight)
     ]
     np.testing.assert_array_equal(*losses)
 
@@ -88,21 +88,21 @@ def test_the_second_ends_a_run_that_is_stuck_while_it_saves(tmp_path):
     with started(tmp_path, sys.executable, "-c", SLOW_SAVE) as process:
         process.send_signal(signal.SIGTERM)
         assert any("saving" in line for line in process.stdout)
-        time.sleep(1.2)  # sooner, it would be the first one again
+        time.sleep(1.2)  # sooner, it would count as the first one
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "second signal (SIGTERM): ending at once" in output
+    assert "second signal (SIGTERM): exiting now" in output
 
 
-def test_ctrl_c_saves_and_leaves_like_sigterm(tmp_path):
+def test_ctrl_c_saves_and_stops_like_sigterm(tmp_path):
     with started(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == PREEMPTED, output
     (step,) = manager.committed_steps(tmp_path / "checkpoints")
-    assert "SIGINT: saving after this step, then leaving; Ctrl-C again" in output
-    assert f"meshloom: told to stop: saved at step {step}. Run the same" in output
+    assert "SIGINT: saving after this step, then stopping; Ctrl-C again" in output
+    assert f"meshloom: asked to stop: saved at step {step}. Run the same" in output
 
 
 def test_the_second_ctrl_c_ends_at_once(tmp_path):

@@ -1,4 +1,4 @@
-"""Signs of life: reported by a file, watched by a thread that ends a stuck process."""
+"""Progress is reported to a file, and a thread ends a process that makes none."""
 
 import json
 import subprocess
@@ -21,26 +21,25 @@ class Figure:
 
 def test_steps_count_when_they_are_done(tmp_path):
     file = tmp_path / "progress.json"
-    beats = watchdog.Watchdog(tmp_path, report_to=file)
+    dog = watchdog.Watchdog(tmp_path, report_to=file)
     figures = [Figure(), Figure(), Figure()]
     for step, figure in enumerate(figures[:2], start=1):
-        beats.started(step, figure)
-    beats.beat(allow=5)
+        dog.started(step, figure)
+    dog.beat(allow=5)
     assert progress_file.read(file).step is None
     assert json.loads(file.read_text())["allow"] == 5
-    beats._look()
+    dog._poll()
     assert progress_file.read(file).step is None
     figures[0].ready = figures[1].ready = True
-    beats._look()
-    # A step that is seen late does not take back what was allowed meanwhile; one that
-    # was started later does.
-    found = progress_file.read(file)
-    assert (found.step, found.allow) == (2, 5)
-    beats.started(3, figures[2])
+    dog._poll()
+    # A step that was dispatched before the allowance does not end it; a later one does.
+    report = progress_file.read(file)
+    assert (report.step, report.allow) == (2, 5)
+    dog.started(3, figures[2])
     figures[2].ready = True
-    beats._look()
-    found = progress_file.read(file)
-    assert (found.step, found.allow) == (3, 0)
+    dog._poll()
+    report = progress_file.read(file)
+    assert (report.step, report.allow) == (3, 0)
 
 
 STUCK = """
@@ -86,23 +85,23 @@ def test_a_stuck_process_ends_with_the_stacks_of_all(tmp_path):
         assert stuck.returncode == WATCHDOG
         assert "meshloom: process 0: no progress for" in error
         assert f"stacks are in {tmp_path}/stacks; process 2 wrote none" in error
-        assert patient.poll() is None  # its own limit is not over
+        assert patient.poll() is None  # within its own limit
     finally:
         patient.kill()
         patient.communicate(timeout=60)
-    for number, why in enumerate(("no progress", "asked by another process")):
+    for number, why in enumerate(("no progress", "requested by another process")):
         text = (tmp_path / "stacks" / f"process-{number}.txt").read_text()
         assert why in text and "stuck_in_the_reader" in text
 
 
-def test_signs_of_life_keep_a_process_alive(tmp_path, monkeypatch):
+def test_beats_keep_a_process_alive(tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(watchdog.Watchdog, "_end", lambda self, why: ended.append(why))
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.01)
-    with watchdog.Watchdog(tmp_path, start_seconds=2) as beats:
+    with watchdog.Watchdog(tmp_path, start_seconds=2) as dog:
         for _ in range(30):
             time.sleep(0.1)
-            beats.beat()
+            dog.beat()
         assert ended == []
         deadline = time.monotonic() + 60
         while not ended and time.monotonic() < deadline:
@@ -110,12 +109,12 @@ def test_signs_of_life_keep_a_process_alive(tmp_path, monkeypatch):
     assert "before the first step" in ended[0]
 
 
-def test_an_old_request_is_not_ours(tmp_path):
+def test_an_old_request_is_ignored(tmp_path):
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / watchdog.REQUEST).write_text("old")
-    beats = watchdog.Watchdog(tmp_path)
-    beats._began += 1
-    assert not beats._is_asked()
+    dog = watchdog.Watchdog(tmp_path)
+    dog._began += 1
+    assert not dog._is_requested()
 
 
 @pytest.mark.parametrize("seconds", [0, None])

@@ -1,4 +1,4 @@
-"""Before a step is trained, whatever differs between processes is named in a table."""
+"""Before the first step, a table names whatever differs between processes."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from meshloom.trainer.run import train as train_lib
 HERE = socket.gethostname()
 PACKAGES = ("configs", "launch", "models", "sharding", "trainer")
 
-# Put before everything else in one process: a host with another name and clock.
+# Runs first in one process, which then has another host name and clock.
 ELSEWHERE = """
 import socket, time
 socket.gethostname = lambda: "odd-host"
@@ -120,7 +120,7 @@ def test_what_processes_are(config_file, tmp_path):
     assert table["jax: jax_default_matmul_precision"] == {"null": most, "highest": one}
     (late,) = (value for value, who in table["clock"].items() if who == one)
     assert re.fullmatch(r"\+(89|90|91) s", late)
-    assert "address: of the host's own name" in table
+    assert "address: of the host's name" in table
     assert len(table) == 8, table
     for group in ("devices", "config", "versions", "code", "clock", "address"):
         assert f"\n{group}: {preflight_table.REMEDIES[group]}" in words
@@ -195,8 +195,8 @@ def test_processes_that_are_alike(config_file, tmp_path):
     network = json.loads((work / "network.json").read_text())
     assert network["mesh"] == {"data": 2} and network["hosts"] == [HERE, HERE]
     assert {figure["processes"] for figure in network["figures"]} == {2}
-    assert "The network, by axis of the mesh:\naxis " in found[0].stdout
-    assert "The network" not in found[1].stdout
+    assert "Network by mesh axis:\naxis " in found[0].stdout
+    assert "Network by" not in found[1].stdout
 
 
 @pytest.mark.processes
@@ -255,7 +255,7 @@ def test_a_tie_names_all():
     }
 
 
-def test_long_lists_are_cut():
+def test_long_lists_are_shortened():
     many = {f"p{i}": "1" for i in range(30)}
     words = preflight_table.render([report(**many), report(**dict.fromkeys(many, "2"))])
     assert "versions: 22 more" in words
@@ -274,16 +274,21 @@ def test_long_lists_are_cut():
 )
 def test_clocks(clocks, expected):
     reports = [report() | {"clock": clock} for clock in clocks]
-    rows = preflight_table.differences(reports)
-    assert [row.values for row in rows] == ([expected] if expected else [])
+    differing = preflight_table.discrepancies(reports)
+    assert [each.values for each in differing] == ([expected] if expected else [])
 
 
-def test_own_addresses_matter_between_hosts_only():
+def test_addresses_matter_between_hosts_only():
     here = report() | {"address": "127.0.1.1"}
-    assert preflight_table.differences([here, here]) == []
-    (row,) = preflight_table.differences([here, report("b") | {"address": "10.0.0.2"}])
-    assert row.values == {"127.0.1.1, this host only": [0], "reached by others": [1]}
-    assert preflight_table.differences([report(), report("b")]) == []  # not by gloo
+    assert preflight_table.discrepancies([here, here]) == []
+    (row,) = preflight_table.discrepancies(
+        [here, report("b") | {"address": "10.0.0.2"}]
+    )
+    assert row.values == {
+        "127.0.1.1, reachable from its own host only": [0],
+        "reachable": [1],
+    }
+    assert preflight_table.discrepancies([report(), report("b")]) == []  # not by gloo
 
 
 def test_flags_are_compared_by_what_they_do():

@@ -84,7 +84,7 @@ def test_a_bucket(bucket, tmp_path, capfd):
 
     flags = sets_of(f'init_from="{URL}/16"')
     assert main([*train(tmp_path / "tuned"), *flags]) == 0
-    assert f"Beginning with the weights of {URL}/16" in capfd.readouterr().out
+    assert f"Starting with the weights of {URL}/16" in capfd.readouterr().out
 
 
 def test_a_bucket_that_fails_for_a_while_loses_no_checkpoint(bucket, tmp_path, capfd):

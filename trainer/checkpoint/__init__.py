@@ -1,1 +1,1 @@
-"""Checkpoints: saved, kept, restored, inspected. See docs/checkpoints.md."""
+"""Checkpoints: saving, retention, restoring, inspection. See docs/checkpoints.md."""

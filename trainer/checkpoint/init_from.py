@@ -1,4 +1,4 @@
-"""Beginning a run with the weights of another: its parameters and variables only."""
+"""Initializes a run from the weights of another: its parameters and variables."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ PARTS = ("params", "variables")
 
 
 def check(source: str | None, program: Program, saved: epath.Path) -> None:
-    """Raises ValueError where a new run cannot begin with the weights asked for.
+    """Raises ValueError if a new run cannot be initialized from the given weights.
 
-    A run with a checkpoint of its own needs them no more, and they may be gone.
+    A run with a checkpoint of its own no longer needs them, and they may be gone.
 
     Args:
-      source: the setting init_from; None for a run that begins with new weights.
+      source: the setting init_from; None for a run that starts with new weights.
       saved: the folder of the run's own checkpoints.
     """
     if source is not None and latest_step(saved) is None:
@@ -30,46 +30,49 @@ def check(source: str | None, program: Program, saved: epath.Path) -> None:
 
 
 def find(source: str, program: Program) -> Stored:
-    """The checkpoint to begin with; raises ValueError where it does not fit."""
+    """Returns the checkpoint to start from; raises ValueError if it does not fit."""
     try:
         stored = Stored.find(source)
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from error
-    if lines := manifest.misfits(_only_weights(stored.manifest()), _target(program)):
+    weights = _only_weights(stored.manifest())
+    if lines := manifest.mismatches(weights, _target(program)):
         raise ValueError(
             f"init_from: the weights of checkpoint {stored.path} do not fit this "
             f"config, in {len(lines)} arrays. Use the model that they were saved with, "
-            "or begin without them (init_from=None):\n" + "\n".join(lines)
+            "or start without them (init_from=None):\n" + "\n".join(lines)
         )
     return stored
 
 
-def begin(stored: Stored, program: Program, group: Group) -> tuple[State, str]:
-    """Initializes the state from a checkpoint's weights; also returns a log line."""
+def initialize(stored: Stored, program: Program, group: Group) -> tuple[State, str]:
+    """Returns a state with the weights of a checkpoint, and a line for the log.
+
+    Every process must call this.
+    """
     layout, mesh = program.layout, program.mesh
-    where = f"init_from: checkpoint {stored.path}"
     try:
         # Before the digests: a process that gives up alone leaves the others waiting.
         with group.all_or_none("init_from"):
-            found = restore_part(stored.folder, stored.step, _target(program), group)
+            parts = restore_part(stored.folder, stored.step, _target(program), group)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"init_from: {error}. Choose another.") from error
-    if paths := manifest.differences(stored.manifest(), found):
+    if paths := manifest.differences(stored.manifest(), parts):
         raise CorruptCheckpoint(
-            f"{where} is not what was saved: the digests of {len(paths)} arrays "
-            f"differ, first {paths[0]}. Choose another."
+            f"init_from: checkpoint {stored.path} is not what was saved: the digests "
+            f"of {len(paths)} arrays differ, first {paths[0]}. Choose another."
         )
-    counts = [len(jax.tree.leaves(found[name])) for name in found]
-    words = " and ".join(
-        f"{count} arrays of {'parameters' if name == 'params' else name}"
-        for name, count in zip(found, counts, strict=True)
+    counts = " and ".join(
+        f"{len(jax.tree.leaves(tree))} arrays of "
+        + ("parameters" if name == "params" else name)
+        for name, tree in parts.items()
     )
-    taken = (
-        f"Beginning with the weights of {stored.path}: {words}, digests as saved. The "
-        "optimizer and the step count begin anew."
+    message = (
+        f"Starting with the weights of {stored.path}: {counts}, digests verified. The "
+        "optimizer and the step count start from scratch."
     )
-    state = layout.create_from(found["params"], found.get("variables", {}), mesh)
-    return state, taken
+    state = layout.create_from(parts["params"], parts.get("variables", {}), mesh)
+    return state, message
 
 
 def _target(program: Program) -> dict[str, Any]:
@@ -77,6 +80,7 @@ def _target(program: Program) -> dict[str, Any]:
     return {name: tree[name] for name in PARTS if name in tree}
 
 
-def _only_weights(found: dict[str, Any]) -> dict[str, Any]:
-    arrays = found["arrays"].items()
+def _only_weights(saved: dict[str, Any]) -> dict[str, Any]:
+    """Returns a manifest without the arrays that are not weights."""
+    arrays = saved["arrays"].items()
     return {"arrays": {path: x for path, x in arrays if path.split("/")[0] in PARTS}}

@@ -170,7 +170,7 @@ def diff(a: Stored, b: Stored) -> list[str]:
         elif path in largest:
             lines.append(f"~ {path}: largest difference {largest[path]:.3g}")
         elif path in changed:
-            old, new = (manifest.words(x[path]) for x in (left, right))
+            old, new = (manifest.format_array(x[path]) for x in (left, right))
             lines.append(f"~ {path}: {old} -> {new}")
     return lines
 

@@ -1,8 +1,8 @@
-"""Checkpoints by orbax: asynchronous, each process writing its own shards.
+"""Checkpoints with orbax: asynchronous, each process writing its own shards.
 
-On disk a checkpoint is the state as a tree of global arrays, stacked blocks as
-[layer, ...], so it does not depend on the mesh that wrote it. Beside it lies a manifest
-with a digest of every array, and a restore proves that it read what was saved.
+On disk a checkpoint is the state as a tree of global arrays, with stacked blocks as
+[layer, ...], so it does not depend on the mesh that wrote it. A manifest next to it has
+a digest of every array, by which a restore verifies that it read what was saved.
 """
 
 import concurrent.futures
@@ -26,29 +26,29 @@ from . import manifest, reading, retention
 from .save_barrier import SaveBarrier
 from .save_stall import Stall
 
-STATE = "state"  # the folder of a step that holds the arrays
-# For all processes to read their parts: from the first that has its own, to the last.
+STATE = "state"  # the folder within a step that holds the arrays
+# How long the first process that has read its shards waits for the last one.
 READ_SECONDS = 1200.0
 
 
 def no_event(kind: str, **facts: Any) -> None:
-    """Takes an event and does nothing."""
+    """Ignores an event."""
 
 
 class Checkpoints:
-    """The checkpoints of a run folder. Close it, or lose what is still being written.
+    """The checkpoints of a run folder. Close it, or a save in progress may be lost.
 
-    A save goes on in the background. Where it fails there, the next call says so, with
-    the step it belongs to.
+    A save continues in the background. If it fails there, the next call raises, and
+    names its step.
 
     Args:
       group: the processes that save together; by default this one alone.
       keep: how many of the newest to keep; None keeps all.
       keep_every: steps that are multiples of it are kept too; 0 for none.
-      keep_best: how many of those with the lowest loss are kept too.
+      keep_best: how many with the lowest loss are kept too.
       event: called with "save" (step, stall_s, waited_s, digests_s, copy_s) when
-        training goes on, and from another thread with "commit" (step) when the step is
-        whole on disk, or "commit_failed" (step, reason).
+        training continues, and from another thread with "commit" (step) once the step
+        is committed, or "commit_failed" (step, reason).
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Checkpoints:
                 ),
                 create=True,
                 enable_async_checkpointing=True,
-                # Where folders cannot be made in the background, orbax's other threads
-                # wait for them for 20 minutes, and the process does not end.
+                # If creating folders in the background failed, orbax's other threads
+                # would wait for them for 20 minutes and keep the process alive.
                 async_options=ocp.AsyncOptions(
                     create_directories_asynchronously=False,
                     barrier_sync_fn=self._barrier,
-                    # Called before the step counts, whatever its name says.
+                    # Called before the step is committed, despite its name.
                     post_finalization_callback=self._before_commit,
                 ),
             ),
         )
-        self._place = _place(self.folder)
-        self._saving = 0  # the newest step that a save was started of
+        self._inode = _inode(self.folder)
+        self._saving = 0  # the newest step whose save was started
         self._background = concurrent.futures.ThreadPoolExecutor(1, "commit")
         self._running: tuple[int, concurrent.futures.Future[None]] | None = None
 
@@ -99,19 +99,21 @@ class Checkpoints:
         self,
         step: int,
         state: State,
-        about: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         *,
         loss: float | None = None,
         since: float | None = None,
     ) -> Stall:
-        """Starts a save of a step that is not there yet.
-
-        A save that is still running is waited for.
+        """Starts saving a step; waits first for a save that is still running.
 
         Args:
-          about: what the manifest says beside the arrays' digests.
-          loss: held-out, by which the best are kept; None does not count.
-          since: time.perf_counter() when training stopped for it; None for now.
+          metadata: entries of the manifest besides the arrays and their digests.
+          loss: the held-out loss, by which the best are kept; None if not measured.
+          since: time.perf_counter() when training paused for the save; None for now.
+
+        Raises:
+          ValueError: the step is already committed.
+          SaveFailed: this save cannot be started, or the one before has failed.
         """
         begin = time.perf_counter()
         if since is None:
@@ -122,18 +124,18 @@ class Checkpoints:
                 "never replaced. Choose another --workdir."
             )
         if loss is not None and math.isfinite(loss):
-            about = {**(about or {}), manifest.LOSS: loss}
+            metadata = {**(metadata or {}), manifest.LOSS: loss}
             self._losses[step] = loss
         tree = state.to_tree()
-        made = manifest.make(step, tree, about or {})
+        document = manifest.make(step, tree, metadata or {})
         digested = time.perf_counter()
         waited_for = self.wait()
         waited = time.perf_counter()
-        if _place(self.folder) != self._place:
+        if _inode(self.folder) != self._inode:
             raise save_failed(step, self.folder, GONE, [])
         items = {
             STATE: ocp.args.StandardSave(tree),
-            manifest.ITEM: ocp.args.JsonSave(made),
+            manifest.ITEM: ocp.args.JsonSave(document),
         }
         self._saving = step
         self._group.reached("write", step)
@@ -156,57 +158,60 @@ class Checkpoints:
         self._group.reached("commit", self._saving)
 
     def _commit(self, step: int) -> None:
-        """Waits until a step is whole on disk; runs in the background."""
+        """Waits until a step is committed; runs in the background."""
         try:
             self._manager.wait_until_finished()
-            if _place(self.folder) != self._place:
+            if _inode(self.folder) != self._inode:
                 raise FileNotFoundError(GONE)
             if self._group.is_first and not _is_committed(self.folder / str(step)):
-                raise FileNotFoundError("it is not there after it was written")
-        except Exception as error:  # of tensorstore and orbax, of many types
+                raise FileNotFoundError("it is missing after it was written")
+        except Exception as error:  # tensorstore and orbax raise many types
             failed = self._failed(step, error)
-            # A full disk may take no event either; the failure itself is raised.
+            # On a full disk the event cannot be written either; the failure is raised.
             with contextlib.suppress(OSError):
                 self._event("commit_failed", step=step, reason=str(failed))
             raise failed from error
         self._event("commit", step=step)
 
     def _failed(self, step: int, error: Exception) -> SaveFailed:
-        """The error to raise, here and in the processes that wait for this one."""
+        """Returns the error to raise, and reports it to the processes that wait."""
         if isinstance(error, SaveFailed):
             return error
-        if _place(self.folder) != self._place:
+        if _inode(self.folder) != self._inode:
             failed = save_failed(step, self.folder, GONE, [])
         else:
             try:
-                whole = committed_steps(self.folder)
+                committed = committed_steps(self.folder)
             except OSError:
-                whole = None
-            failed = save_failed(step, self.folder, error, whole)
+                committed = None
+            failed = save_failed(step, self.folder, error, committed)
         self._barrier.fail(failed)
         return failed
 
     def _loss_of(self, step: int) -> float | None:
-        """The held-out loss of a step, from its manifest if it was saved before."""
+        """Returns the held-out loss of a step, read from its manifest if necessary."""
         if step not in self._losses and (self.folder / str(step)).exists():
             try:
-                found = manifest.read(self.folder, step)
-            except ValueError:  # damaged, or of another version
-                found = {}
-            self._losses[step] = found.get(manifest.LOSS)
+                saved = manifest.read(self.folder, step)
+            except ValueError:  # corrupt, or written by another version
+                saved = {}
+            self._losses[step] = saved.get(manifest.LOSS)
         return self._losses.get(step)
 
     def restore(
         self, step: int, layout: Layout, mesh: Any
     ) -> tuple[State, dict[str, Any]]:
-        """Restores a step straight into the shardings of this mesh, and verifies it.
+        """Restores a step directly into the shardings of this mesh, and verifies it.
 
-        Every process must call this, and all end alike, whatever one of them meets:
-        CorruptCheckpoint if it is not what was saved, Unreadable if storage did not
-        deliver it, ValueError if it is the state of another model or optimizer.
+        Every process must call this. All of them succeed, or all raise the same error.
 
         Returns:
-          The state, with layers in their own order, and the manifest.
+          The state, with layers in their canonical order, and the manifest.
+
+        Raises:
+          CorruptCheckpoint: it is not what was saved.
+          Unreadable: it could not be read from storage.
+          ValueError: it is the state of another model or optimizer.
         """
         target = layout.placed(mesh).to_tree()
         where = f"checkpoint {self.folder / str(step)}"
@@ -221,10 +226,10 @@ class Checkpoints:
         return State(**tree), saved
 
     def _read(self, step: int, target: Any) -> tuple[dict[str, Any], Any]:
-        """The manifest, and this process's part of the arrays."""
+        """Returns the manifest, and the arrays with the shards of this process."""
         saved = manifest.read(self.folder, step)
         path = self.folder / str(step)
-        if lines := manifest.misfits(saved, target):
+        if lines := manifest.mismatches(saved, target):
             raise ValueError(
                 f"checkpoint {path} does not fit this config, in {len(lines)} arrays. "
                 "Use the config that it was saved with, or another --workdir:\n"
@@ -233,9 +238,9 @@ class Checkpoints:
         return saved, reading.read_tree(path / STATE, target, self._group)
 
     def set_aside(self, step: int, why: str = "corrupt") -> epath.Path:
-        """Renames a committed step, so that it counts no longer; the new path.
+        """Renames a committed step so that it no longer counts; returns the new path.
 
-        Every process must call this; the first renames.
+        Every process must call this.
         """
         path, aside = self.folder / str(step), self.folder / f"{why}-{step}"
         with self._group.all_or_none(f"set aside {step}"):
@@ -247,9 +252,9 @@ class Checkpoints:
         return aside
 
     def wait(self) -> int | None:
-        """Waits for a running save; its step, or None where none was running.
+        """Waits for the save that is running; returns its step, or None if none was.
 
-        Raises SaveFailed where it failed, once.
+        Raises SaveFailed if it failed, once.
         """
         if self._running is None:
             return None
@@ -259,7 +264,7 @@ class Checkpoints:
         return step if was_running else None
 
     def raise_if_failed(self) -> None:
-        """Raises SaveFailed where a save has failed in the background; never waits."""
+        """Raises SaveFailed if a save has failed in the background; never waits."""
         if self._running is not None and self._running[1].done():
             self.wait()
 
@@ -271,31 +276,31 @@ class Checkpoints:
             try:
                 self._manager.close()
             except Exception:
-                # Orbax raises the error of a save once more in each thread; `wait` has
-                # said it. What it has left to close, it closes the second time.
+                # Orbax raises the error of a save again, which `wait` has already
+                # raised. The second call closes what the first one did not.
                 self._manager.close()
 
 
-def _place(folder: epath.Path) -> tuple[int, int] | None:
-    """What stays the same of a folder until it is moved, removed or made anew.
+def _inode(folder: epath.Path) -> tuple[int, int] | None:
+    """Returns what identifies a folder until it is moved, removed or recreated.
 
-    None for what is not there, and in a bucket, which has no folders.
+    None if it does not exist, and for a bucket, which has no folders.
     """
     try:
-        found = os.stat(folder)
+        status = os.stat(folder)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def latest_step(folder: epath.PathLike) -> int | None:
-    """The newest committed step on disk, or None."""
+    """Returns the newest committed step on disk, or None."""
     steps = committed_steps(folder)
     return steps[-1] if steps else None
 
 
 def committed_steps(folder: epath.PathLike) -> list[int]:
-    """Steps that orbax finished writing, judged by the files alone."""
+    """Returns the steps that orbax has committed, judging by the files alone."""
     folder = location(folder)
     if not folder.is_dir():
         return []
@@ -307,7 +312,7 @@ def committed_steps(folder: epath.PathLike) -> list[int]:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    """Orbax takes any folder with a plain name for finished, even an empty one."""
+    """Returns whether a step is complete; orbax would accept even an empty folder."""
     file = path / "_CHECKPOINT_METADATA"
     return (
         ocp.utils.is_checkpoint_finalized(path)
@@ -319,7 +324,7 @@ def _is_committed(path: epath.Path) -> bool:
 def restore_params(
     folder: epath.PathLike, step: int, params: Any, shardings: Any
 ) -> Any:
-    """Restores the parameters without the optimizer's state, in this process alone.
+    """Restores the parameters without the optimizer state, in this process alone.
 
     Args:
       params: the parameters as ShapeDtypeStructs.
@@ -331,7 +336,7 @@ def restore_params(
 def restore_part(
     folder: epath.PathLike, step: int, target: dict[str, Any], group: Group
 ) -> dict[str, Any]:
-    """Restores some parts of a state by name, without the rest of it.
+    """Restores some parts of a state by name.
 
     Args:
       target: the parts as ShapeDtypeStructs with shardings.

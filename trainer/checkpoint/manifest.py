@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: digests of its arrays, and where they came from.
+"""The manifest of a checkpoint: digests of its arrays, and where they came from.
 
-It lies in the checkpoint, is committed with it, and does not depend on the mesh or the
-processes that wrote it, but for the lines that name them.
+It is part of the checkpoint and is committed with it. Apart from the entries that
+describe them, it does not depend on the mesh or the processes that wrote it.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from etils import epath
 from ...sharding.logical_axes import path_name
 from ..program.digest import tree_digests
 from ..record.storage import location
-from .reading import judged
+from .reading import classify
 
 FORMAT = 1
-ITEM = "manifest"  # the folder of a step that holds it
-LOSS = "held_out_loss"  # of the same step, where it was measured
+ITEM = "manifest"  # the folder within a step that holds it
+LOSS = "held_out_loss"  # at the same step, if it was measured
 
 
-def make(step: int, tree: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a tree of arrays, layers in their own order.
+def make(step: int, tree: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the manifest of a tree of arrays, with layers in their canonical order.
 
     Args:
-      about: what else it shall say: config, mesh, position in the data, versions.
+      metadata: further entries: config, mesh, position in the data, versions.
     """
     digests = tree_digests(tree)
     shapes = describe(tree)
@@ -36,13 +36,13 @@ def make(step: int, tree: Any, about: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "step": step,
         "time": time.time(),
-        **about,
+        **metadata,
         "arrays": {path: {**shapes[path], "digest": digests[path]} for path in shapes},
     }
 
 
 def describe(tree: Any) -> dict[str, dict[str, Any]]:
-    """{path: shape and type} of a tree of arrays or shapes."""
+    """Returns {path: shape and dtype} of a tree of arrays or ShapeDtypeStructs."""
     return {
         path_name(path): {"shape": list(x.shape), "dtype": np.dtype(x.dtype).name}
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
@@ -50,38 +50,38 @@ def describe(tree: Any) -> dict[str, dict[str, Any]]:
 
 
 def read(folder: epath.PathLike, step: int) -> dict[str, Any]:
-    """The manifest of a committed step."""
+    """Reads the manifest of a committed step."""
     path = location(folder) / str(step) / ITEM / "metadata"
     try:
-        found = json.loads(path.read_text())
-    except Exception as error:  # of a bucket's client too, of many types
-        raise judged(error, path.parent) from error
-    if found.get("format") != FORMAT:
+        document = json.loads(path.read_text())
+    except Exception as error:  # clients of buckets raise many types
+        raise classify(error, path.parent) from error
+    if document.get("format") != FORMAT:
         raise ValueError(
             f"{path}: expected a manifest of format {FORMAT}, found "
-            f"{found.get('format')!r}. It was written by another version."
+            f"{document.get('format')!r}. It was written by another version."
         )
-    return found
+    return document
 
 
-def misfits(manifest: Mapping[str, Any], target: Any) -> list[str]:
-    """Leaf by leaf, why a checkpoint cannot be restored as `target`; [] if it can."""
-    saved, wanted = manifest["arrays"], describe(target)
+def mismatches(manifest: Mapping[str, Any], target: Any) -> list[str]:
+    """Returns a line for each array that does not match the tree `target`."""
+    saved, expected = manifest["arrays"], describe(target)
     lines = []
-    for path in dict.fromkeys([*wanted, *saved]):
+    for path in dict.fromkeys([*expected, *saved]):
         if path not in saved:
-            lines.append(f"{path}: wanted, but not in the checkpoint")
-        elif path not in wanted:
-            lines.append(f"{path}: in the checkpoint, but not wanted")
+            lines.append(f"{path}: expected, but not in the checkpoint")
+        elif path not in expected:
+            lines.append(f"{path}: in the checkpoint, but not expected")
         else:
-            old, new = (words(arrays[path]) for arrays in (saved, wanted))
+            old, new = (format_array(arrays[path]) for arrays in (saved, expected))
             if old != new:
-                lines.append(f"{path}: saved as {old}, wanted as {new}")
+                lines.append(f"{path}: saved as {old}, expected {new}")
     return lines
 
 
 def differences(manifest: Mapping[str, Any], tree: Any) -> list[str]:
-    """Paths of arrays that are not what the manifest says."""
+    """Returns the paths of arrays whose digests differ from the manifest's."""
     saved = manifest["arrays"]
     return [
         path
@@ -91,13 +91,13 @@ def differences(manifest: Mapping[str, Any], tree: Any) -> list[str]:
 
 
 def state_digest(manifest: Mapping[str, Any]) -> str:
-    """One digest of all arrays as they were saved, to compare whole states by."""
+    """Returns one digest of all arrays as they were saved, to compare states by."""
     arrays = manifest["arrays"]
     return _joined({path: array["digest"] for path, array in arrays.items()})
 
 
 def tree_digest(tree: Any) -> str:
-    """The same of a tree of arrays, computed from what the devices hold."""
+    """Returns the same digest of a tree of arrays, computed on its devices."""
     return _joined(tree_digests(tree))
 
 
@@ -106,5 +106,6 @@ def _joined(digests: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def words(array: Mapping[str, Any]) -> str:
+def format_array(array: Mapping[str, Any]) -> str:
+    """Formats shape and dtype, such as float32[2,64]."""
     return f"{array['dtype']}[{','.join(map(str, array['shape']))}]"

@@ -1,10 +1,10 @@
 """Reads the arrays of a checkpoint, in this process alone.
 
-Nothing here waits for another process, so whatever this one meets (a torn file, a
-missing one, storage that does not answer), it can tell the others instead of leaving
-them in a barrier. What is wrong has one of two names: `CorruptCheckpoint` for what was
-read and is not a checkpoint any more, `Unreadable` for what could not be read, which
-proves nothing about the checkpoint.
+Nothing here waits for another process, so whatever goes wrong (a truncated or missing
+file, storage that does not answer), this process can report it to the others instead of
+leaving them in a barrier. There are two errors: `CorruptCheckpoint` if what was read is
+no longer a valid checkpoint, and `Unreadable` if it could not be read, which proves
+nothing about the checkpoint.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from ..job.group import Group
 from ..record import failures
 from ..record.failures import CorruptCheckpoint, Unreadable
 
-# How tensorstore begins its errors. These speak of the bytes that were read; all others
-# (UNKNOWN, UNAVAILABLE, PERMISSION_DENIED, ...) of storage that gave none.
+# The status that a tensorstore error starts with. These are about the bytes that were
+# read; all others (UNKNOWN, UNAVAILABLE, PERMISSION_DENIED, ...) about the storage.
 WRONG_BYTES = ("OUT_OF_RANGE", "FAILED_PRECONDITION", "DATA_LOSS")
 NOT_FOUND = "NOT_FOUND"
-CLOSED = "Event loop is closed"  # what asyncio says
-# Of orbax, where what it reads as JSON is not.
+CLOSED = "Event loop is closed"  # the message of asyncio
+# What orbax raises if its JSON files are not JSON, or lack something.
 WRONG_TEXT = (json.JSONDecodeError, UnicodeDecodeError, KeyError)
 
 
@@ -34,7 +34,7 @@ def read_tree(path: epath.Path, target: Any, group: Group) -> Any:
 
     Args:
       path: the folder of the tree.
-      target: ShapeDtypeStructs with shardings; a part of the tree is enough.
+      target: ShapeDtypeStructs with shardings, of the tree or of parts of it.
     """
     me = group.index
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -45,55 +45,55 @@ def read_tree(path: epath.Path, target: Any, group: Group) -> Any:
         partial_restore=True,
     )
     with (
-        _without_noise(),
+        _quiet_abandoned_reads(),
         ocp.Checkpointer(handler, multiprocessing_options=alone) as reader,
     ):
         try:
             group.reached("read", int(path.parent.name))
             return reader.restore(path, args=args)
-        except Exception as error:  # of tensorstore and orbax, of many types
-            raise judged(error, path, group.describe(me)) from error
+        except Exception as error:  # tensorstore and orbax raise many types
+            raise classify(error, path, group.describe(me)) from error
 
 
-def judged(
+def classify(
     error: Exception, path: epath.Path, reader: str = "this process"
 ) -> CorruptCheckpoint | Unreadable:
-    """Returns the error to raise: is the checkpoint corrupt, or storage unavailable?"""
+    """Returns the error to raise: the checkpoint is corrupt, or could not be read."""
     reason = _reason(error)
     where = f"checkpoint {path.parent}"
     status = reason.partition(":")[0]
     is_missing = status == NOT_FOUND or isinstance(error, FileNotFoundError)
     if is_missing and not path.parent.exists():
-        # Committed, as all have agreed; this process does not see it (yet, or again).
+        # All have agreed that it is committed; this process does not see it (yet).
         return Unreadable(f"{where} is not visible to {reader}")
     if is_missing or status in WRONG_BYTES or isinstance(error, WRONG_TEXT):
         return CorruptCheckpoint(f"{where} cannot be read: {reason}")
-    found = Unreadable(f"{where} could not be read by {reader}: {reason}")
-    found.errno = failures.errno_of(error) or failures.errno_of(reason)
-    return found
+    unreadable = Unreadable(f"{where} could not be read by {reader}: {reason}")
+    unreadable.errno = failures.errno_of(error) or failures.errno_of(reason)
+    return unreadable
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what tensorstore says, without its specification."""
+    """Returns the first line of a tensorstore error, without its spec."""
     cause = error.__cause__ if type(error) is Exception else None
     lines = str(cause or error).partition(" [tensorstore_spec=")[0].splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Keeps off the terminal what is left over where a read fails.
+def _quiet_abandoned_reads() -> Iterator[None]:
+    """Suppresses the tracebacks of the reads that orbax abandons when one fails.
 
     Orbax gives up at the first error. Its other reads then find their event loop
-    closed, which tensorstore prints, and Python prints every one that nobody waits for.
-    They may end after this block: what hides them stays where a read has failed.
+    closed, which tensorstore prints, and Python prints every read that is never
+    awaited. They may end after this block, so the hooks stay if a read has failed.
     """
     before = sys.unraisablehook, sys.excepthook
 
-    def unraisable(found: Any) -> None:
-        is_left_over = "_read_array_index" in repr(found.object)
-        if not is_left_over and str(found.exc_value) != CLOSED:
-            before[0](found)
+    def unraisable(args: Any) -> None:
+        is_abandoned_read = "_read_array_index" in repr(args.object)
+        if not is_abandoned_read and str(args.exc_value) != CLOSED:
+            before[0](args)
 
     def uncaught(kind: Any, error: BaseException, trace: Any) -> None:
         if str(error) != CLOSED:

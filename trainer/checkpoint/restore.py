@@ -1,4 +1,4 @@
-"""Finds where a run continues: at its newest checkpoint that is what was saved."""
+"""Restores the newest valid checkpoint of a run."""
 
 import dataclasses
 import itertools
@@ -17,13 +17,13 @@ from .manager import Checkpoints, committed_steps
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """A state and what comes next.
+    """Where a run continues: a state, and the position in the data.
 
     Attributes:
-      step: updates done.
-      state: in the order of the layout.
-      batches_ahead: batches of the data that were passed over by rewinding, so the
-        next is number step + batches_ahead.
+      step: the number of updates done.
+      state: with layers in the order of the layout.
+      batches_ahead: batches of data that were skipped by rewinding; the next batch is
+        number step + batches_ahead.
     """
 
     step: int
@@ -42,14 +42,14 @@ def restore_newest(
 ) -> Position | None:
     """Restores the newest checkpoint, older than step `before` if given.
 
-    All processes of a job restore the same one, whatever one of them meets. A
-    checkpoint that is not what was saved is set aside, with a message, and the one
-    before it is restored. One that storage does not deliver may still be intact: the
-    attempt ends, to be made again. If the next attempt cannot read it either, the one
-    before it is tried, and only once that could be read is the newer one set aside.
+    Every process must call this, and all restore the same one. A corrupt checkpoint is
+    set aside with a message, and the one before it is restored. One that cannot be read
+    from storage may still be intact: this attempt ends, so that the next one tries it
+    again. If that fails too, the checkpoint before it is restored, and only then is the
+    newer one set aside.
 
     Returns:
-      None if there is no checkpoint.
+      The position to continue from; None if there is no checkpoint.
     """
     unreadable: list[tuple[int, str]] = []
     while step := _newest(checkpoints, group, before):
@@ -63,8 +63,8 @@ def restore_newest(
                 ledger.event_now("unreadable", step=step, reason=str(error))
                 raise Unreachable(
                     f"{error}. Nothing was changed. Run the same command again to "
-                    "continue; if it cannot be read then either, an older checkpoint "
-                    "is taken."
+                    "continue; if it still cannot be read, an older checkpoint is "
+                    "restored."
                 ) from error
             unreadable.append((step, str(error)))
             before = step
@@ -76,7 +76,7 @@ def restore_newest(
         step, reason = unreadable[0]
         raise Unreachable(
             f"{reason}. No older checkpoint can be read either. Nothing was changed. "
-            "Run the same command again when the storage answers."
+            "Run the same command again once the storage is available."
         )
     return None
 
@@ -90,8 +90,8 @@ def _position(
         layout.arranged(state, mesh),
         _batches_ahead(saved, step, program.batch_size),
     )
-    # The digest of the arrays that training goes on with: those that `restore` has
-    # compared with the manifest, unless their layers have been reordered since.
+    # The digest of the arrays that training continues with: those that `restore` has
+    # compared with the manifest, unless their layers were reordered since.
     digest = manifest.state_digest(saved)
     if layout.order is not None:
         reordered = layout.canonical(position.state, mesh)
@@ -118,7 +118,7 @@ def _set_aside(
 def _newest(checkpoints: Checkpoints, group: Group, before: int | None) -> int:
     """Returns the newest step that process 0 sees; 0 if there is none.
 
-    Others may see a shared folder as it was a second ago.
+    The others may see an older state of a shared folder.
     """
 
     def judge(_) -> dict[str, int]:
@@ -141,12 +141,12 @@ def _was_unreadable(step: int, group: Group, ledger: Ledger) -> bool:
 
 
 def _batches_ahead(saved: dict, step: int, batch_size: int) -> int:
-    """From the position in the data, which counts examples."""
+    """Returns how many batches the position in the data is ahead of the step."""
     number, rest = divmod(saved["data"]["next_example"], batch_size)
     if rest:
         raise ValueError(
-            f"checkpoint {step} was saved before example "
-            f"{saved['data']['next_example']} of the data, which does not begin a "
-            f"batch of {batch_size}. Choose a batch_size that divides it."
+            f"checkpoint {step} continues at example {saved['data']['next_example']} "
+            f"of the data, which is not the start of a batch of {batch_size}. Choose a "
+            "batch_size that divides it."
         )
     return number - step

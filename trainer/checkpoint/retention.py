@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, by orbax's policies: any one of them keeps a step."""
+"""Which checkpoints are kept, as orbax policies: a step is kept if any one keeps it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ def policy(
     best: int,
     loss_of: Callable[[int], float | None],
 ) -> policies.PreservationPolicy:
-    """The policy of a run.
+    """Returns the preservation policy of a run.
 
     Args:
       last: how many of the newest are kept; None keeps all.
       every: steps that are multiples of it are kept; 0 for none.
-      best: how many of those with the lowest loss are kept.
-      loss_of: the held-out loss of a step; None where it was not measured.
+      best: how many with the lowest loss are kept.
+      loss_of: returns the held-out loss of a step; None if it was not measured.
     """
     chosen: list[policies.PreservationPolicy] = [policies.LatestN(last)]
     if every:
@@ -33,11 +33,11 @@ def policy(
 
 @dataclasses.dataclass
 class LowestLoss:
-    """Keeps the n steps with the lowest loss, the newer of equals.
+    """Keeps the n steps with the lowest loss; of equals, the newer.
 
-    Orbax's BestN would keep steps without a loss too while there are few steps, and
-    reads losses from a file of its own, of which a torn one stops the start of a run.
-    Ours stand in the manifest.
+    Orbax's BestN also keeps steps without a loss while there are few steps, and reads
+    losses from a file of its own, which prevents a run from starting if it is damaged.
+    Ours are in the manifest.
     """
 
     n: int
@@ -52,8 +52,8 @@ class LowestLoss:
         del context
         steps = [info.step for info in checkpoints]
         losses = {step: self.loss_of(step) for step in steps}
-        rated = sorted(
+        ranked = sorted(
             (loss, -step) for step, loss in losses.items() if loss is not None
         )
-        kept = {-step for _, step in rated[: self.n]}
+        kept = {-step for _, step in ranked[: self.n]}
         return [step in kept for step in steps]

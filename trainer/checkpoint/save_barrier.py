@@ -1,7 +1,7 @@
-"""Where processes wait for each other in a save, until one of them fails.
+"""The barrier of a save, at which processes wait for each other until one fails.
 
-A checkpoint counts once every process has written its part. In orbax's own barrier the
-others wait 20 minutes for a process that could not write.
+A checkpoint is committed once every process has written its shards. In orbax's own
+barrier the others would wait 20 minutes for a process that could not write.
 """
 
 import json
@@ -19,10 +19,10 @@ POLL_SECONDS = 0.25
 class SaveBarrier:
     """A `barrier_sync_fn` for orbax that ends as soon as any process reports a failure.
 
-    It then raises SaveFailed with the reason of that process.
+    It then raises SaveFailed with the reason that the process gave.
 
     Args:
-      make_error: turns what orbax raised in this process into the error to report.
+      make_error: converts what orbax raised in this process into the error to report.
     """
 
     def __init__(self, group: Group, make_error: Callable[[Exception], SaveFailed]):
@@ -31,8 +31,8 @@ class SaveBarrier:
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         error = sys.exception()
         if isinstance(error, Exception):
-            # Orbax is cleaning up; waiting here for processes that wait elsewhere for
-            # this one would never end.
+            # Orbax is cleaning up. The others wait for this process elsewhere, so
+            # waiting for them here would never end.
             self.fail(self._make_error(error))
             return
         if self._group.size == 1:
@@ -55,7 +55,7 @@ class SaveBarrier:
             raise self._failed() or errors[0]
 
     def fail(self, error: SaveFailed) -> None:
-        """Tells the others that this process could not write its part."""
+        """Reports to the other processes that this one could not write its shards."""
         group = self._group
         if group.size == 1:
             return
@@ -68,7 +68,7 @@ class SaveBarrier:
             return None
         facts = json.loads(text)
         failed = SaveFailed(
-            f"{self._group.describe(facts['process'])} could not write its part: "
+            f"{self._group.describe(facts['process'])} could not write its shards: "
             f"{facts['reason']}"
         )
         failed.errno = facts["errno"]

@@ -1,1 +1,1 @@
-"""The processes of a job: joining, preflight, watchdog, preemption."""
+"""The processes of a job: group, joining, preflight, watchdog, preemption."""

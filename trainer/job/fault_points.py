@@ -1,9 +1,9 @@
-"""Points of a run where a drill can hold it, in order to strike exactly there.
+"""Points of a run where a drill can stop a process to inject a fault exactly there.
 
-A drill names a point, a step, a process and an attempt in MESHLOOM_HOLD, and a marker
-file. The process that reaches the point creates the file and waits until the drill
-removes it or kills a process; or it gets an OSError, as if storage had failed. Only
-drills set the variable; without it the points cost nothing.
+A drill names a point, a step, a process, an attempt and a marker file in MESHLOOM_HOLD.
+The process that reaches the point creates the file and waits until the drill removes it
+or kills a process; or it raises an OSError, as if storage had failed. Only drills set
+the variable; without it the points cost nothing.
 """
 
 import dataclasses
@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Literal
 
 VARIABLE = "MESHLOOM_HOLD"
-# The run goes on if the drill does not respond.
+# The run continues after this long if the drill does not respond.
 SECONDS = 60.0
 
-# "write": before the arrays of a step are handed over to be written; "save": after;
-# "commit": all is written, but the step does not count yet. "read": before arrays are
+# "write": before the arrays of a step are handed to orbax; "save": after; "commit":
+# everything is written, but the step is not committed yet. "read": before arrays are
 # read; "restore": after, but before they are verified.
 Point = Literal["write", "save", "commit", "read", "restore"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hold:
-    """Where to hold a process.
+    """Where to hold a process, and for how long.
 
     Attributes:
-      step: 0 for any.
+      step: the step to hold at; 0 for any.
       marker: the file to create.
       seconds: how long to wait at most for the file to be removed.
-      errno: of an OSError to raise instead of waiting; 0 for none.
+      errno: the code of an OSError to raise instead of waiting; 0 for none.
     """
 
     point: Point
@@ -48,7 +48,7 @@ class Hold:
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> "Hold | None":
-        """Returns what a drill asks of this attempt of the job, if anything."""
+        """Returns the hold that a drill has set for this attempt of the job, if any."""
         if not (text := environ.get(VARIABLE)):
             return None
         hold = cls(**json.loads(text))
@@ -56,7 +56,7 @@ class Hold:
         return hold if hold.attempt == attempt else None
 
     def reached(self, point: Point, step: int, process: int) -> None:
-        """Waits or fails if this is the point, the step and the process."""
+        """Waits or fails if point, step and process match."""
         if (point, process) != (self.point, self.process):
             return
         if self.step and step != self.step:

@@ -1,8 +1,8 @@
-"""How fast the network is along each axis of the mesh, measured before training.
+"""Measures how fast the network is along each axis of the mesh, before training.
 
-A cable in the wrong port or a mesh laid out against the wires shows here, in seconds,
-and not as a slow run. The figures are of one device while all groups of the axis talk
-at the same time, as they do in training.
+A cable in the wrong port, or a mesh that does not match the wiring, shows up here in
+seconds instead of as a slow run. Figures are per device, while all groups of an axis
+communicate at the same time, as they do in training.
 """
 
 import dataclasses
@@ -26,26 +26,26 @@ from .group import Group
 
 FILE = "network.json"
 KIB, MIB = 1024, 1024 * 1024
-SIZES = (4 * KIB, MIB, 16 * MIB)  # bytes of a device
+SIZES = (4 * KIB, MIB, 16 * MIB)  # bytes per device
 CPU_SIZES = (4 * KIB, 64 * KIB, MIB)
-# Collectives of one program, one after the other, and how often it is run: the best
-# time counts, since others on the network only make it longer.
+# Collectives in one program, one after the other, and how often the program is run. The
+# best time counts: other traffic on the network can only make it longer.
 REPEATS, RUNS = 8, 3
 CPU_REPEATS = 2
-# So many times slower than the fastest axis is worth a word.
+# An axis this many times slower than the fastest one is reported.
 SLOW = 4.0
 OPERATIONS = ("all-reduce", "permute")
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One operation along one axis.
+    """The measurement of one operation along one axis.
 
     Attributes:
       size: devices along the axis.
-      processes: that devices of one group belong to, at most.
-      bytes: of one device.
-      seconds: of one operation.
+      processes: the most processes that one group of devices spans.
+      bytes: bytes per device.
+      seconds: time of one operation.
     """
 
     axis: str
@@ -57,7 +57,7 @@ class Figure:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a device sends, by the best algorithm there is."""
+        """Bytes per second that a device sends, assuming an optimal algorithm."""
         ways = 2 * (self.size - 1) / self.size if self.operation == "all-reduce" else 1
         return self.bytes * ways / self.seconds
 
@@ -78,7 +78,7 @@ def measure(mesh: Mesh, group: Group) -> list[Figure]:
         for operation in OPERATIONS
         for size in sizes
     }
-    # Compiling takes its time in each process; gloo waits no longer than 30 s.
+    # Compile times differ between processes, and gloo waits at most 30 s.
     group.wait("probe")
     return [
         Figure(
@@ -94,7 +94,7 @@ def measure(mesh: Mesh, group: Group) -> list[Figure]:
 
 
 def _input(mesh: Mesh, size: int) -> jax.Array:
-    """An array of which each device holds `size` bytes."""
+    """Returns an array of which each device holds `size` bytes."""
     shape = (mesh.size, size // 4)
     row = np.ones((1, shape[1]), np.float32)
     sharding = NamedSharding(mesh, P(mesh.axis_names))
@@ -105,10 +105,10 @@ def _compile(mesh: Mesh, axis: str, operation: str, x: jax.Array, repeats: int) 
     size = mesh.shape[axis]
     ring = [(i, (i + 1) % size) for i in range(size)]
 
-    def once(_, piece: jax.Array) -> jax.Array:
+    def once(_, shard: jax.Array) -> jax.Array:
         if operation == "all-reduce":
-            return jax.lax.psum(piece, axis) * jnp.float32(1 / size)
-        return jax.lax.ppermute(piece, axis, ring)
+            return jax.lax.psum(shard, axis) * jnp.float32(1 / size)
+        return jax.lax.ppermute(shard, axis, ring)
 
     spec = P(mesh.axis_names)
     program = jax.shard_map(
@@ -116,13 +116,13 @@ def _compile(mesh: Mesh, axis: str, operation: str, x: jax.Array, repeats: int) 
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
-        check_vma=False,  # the pieces are held by all, as they were, after a psum too
+        check_vma=False,  # the output keeps the input's spec, also after a psum
     )
     return jax.jit(program).lower(x).compile()
 
 
 def _seconds(program: Any, x: jax.Array) -> float:
-    jax.block_until_ready(program(x))  # makes the groups
+    jax.block_until_ready(program(x))  # connects the groups
     best = float("inf")
     for _ in range(RUNS):
         began = time.perf_counter()
@@ -138,7 +138,7 @@ def _processes(mesh: Mesh, axis: str) -> int:
 
 
 def slow_axes(figures: Sequence[Figure]) -> list[str]:
-    """A sentence for each axis that is much slower than the fastest one."""
+    """Returns a sentence for each axis that is much slower than the fastest one."""
     best: dict[str, Figure] = {}
     for figure in figures:
         if figure.operation == OPERATIONS[0]:
@@ -148,25 +148,26 @@ def slow_axes(figures: Sequence[Figure]) -> list[str]:
     if not best:
         return []
     fastest = max(best.values(), key=lambda figure: figure.bandwidth)
-    words = []
+    sentences = []
     for figure in best.values():
         ratio = fastest.bandwidth / figure.bandwidth
         if ratio > SLOW:
-            reason = "Look at the links between its devices."
+            reason = "Check the links between its devices."
             if figure.processes > fastest.processes:
                 reason = (
-                    f"It is between processes ({figure.processes}), the other within "
-                    f"{fastest.processes}: let it carry the least, as replica or data."
+                    f"It spans {figure.processes} processes, the fastest axis "
+                    f"{fastest.processes}: put the axis with the least traffic there, "
+                    "such as replica or data."
                 )
-            words.append(
+            sentences.append(
                 f"Axis {figure.axis} moves {_rate(figure)}, {ratio:.0f} times less "
                 f"than {fastest.axis} with {_rate(fastest)}. {reason}"
             )
-    return words
+    return sentences
 
 
 def table(figures: Sequence[Figure]) -> str:
-    rows = [("axis", "operation", "a device", "time", "bandwidth")]
+    rows = [("axis", "operation", "per device", "time", "bandwidth")]
     for figure in figures:
         label = f"{figure.axis}={figure.size}"
         first = figure.operation == OPERATIONS[0] and figure.bytes == figures[0].bytes
@@ -193,9 +194,10 @@ def run(
     hosts: Sequence[str],
     console: Console,
 ) -> None:
-    """Measures, shows and keeps the figures, unless an earlier attempt did.
+    """Measures the network, prints the figures and writes them to the run folder.
 
-    A job that comes back on the same hosts need not measure again.
+    Skipped if an earlier attempt has measured the same mesh on the same hosts. Every
+    process must call this.
     """
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
     kind = mesh.devices.flat[0].device_kind
@@ -205,10 +207,10 @@ def run(
         return
     figures = measure(mesh, group)
     slow = slow_axes(figures)
-    console.print("The network, by axis of the mesh:")
+    console.print("Network by mesh axis:")
     console.print("\n".join([table(figures), *slow]), markup=False)
-    found = [figure.to_json() for figure in figures]
-    folder.write_json(FILE, {**setting, "figures": found, "slow": slow})
+    document = {"figures": [figure.to_json() for figure in figures], "slow": slow}
+    folder.write_json(FILE, {**setting, **document})
 
 
 def _is_known(path: Path, setting: Mapping[str, Any]) -> bool:

@@ -1,12 +1,12 @@
-"""Preflight: before the first step, all processes report what they are.
+"""Preflight: compares all processes before the first step.
 
 A job trains one program on one kind of machine. A host with another version, config,
-corpus or clock makes it hang, or silently train something else. So each process reports
-twice: right after joining what it is, before anything that could hang; and once it has
-prepared, what it is about to do. Any difference ends the job in all processes, with one
-table that names the odd one out (see preflight_table.py).
+corpus or clock makes it hang, or silently train something else. So processes report
+twice: their environment right after joining, before anything that could hang; and their
+data, program and folders once they are prepared. Any difference ends the job in all
+processes, with one table that names the odd one out (see preflight_table.py).
 
-Reports go through the group's store: the devices need not agree.
+Reports go through the group's store, so it does not matter if the devices differ.
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ from .preflight_folders import FolderProbe
 if TYPE_CHECKING:
     from ..program.computation import Computation
 
-# How long processes that have joined may take to import and to read their config.
-FIRST_SECONDS = 300.0
-# To open the data and to trace the step of a large model.
-SECOND_SECONDS = 1800.0
+# How long processes that have joined may take to import and to load their config.
+ENVIRONMENT_SECONDS = 300.0
+# How long they may take to open the data and to trace the step of a large model.
+PROGRAM_SECONDS = 1800.0
 FILE = "preflight.json"
 PACKAGES = ("configs", "launch", "models", "sharding", "trainer")
 DISTRIBUTIONS = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
     *("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "meshloom"),
 )
-# Settings of jax that change what it computes; environment variables can set them.
+# Settings that change what jax computes; environment variables can set them.
 JAX_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -52,7 +52,7 @@ JAX_SETTINGS = (
     "jax_numpy_dtype_promotion",
 )
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Long lists, which the record keeps as one digest each.
+# Long lists, of which the record keeps only a digest.
 DIGESTED = ("config", "code")
 
 Facts = dict[str, dict[str, Any]]
@@ -60,12 +60,13 @@ Facts = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What all processes have reported, for the run folder.
+    """The reports of all processes, for the run folder.
 
     Attributes:
-      processes: empty in a group of one and in all processes but the first: the reports
-        of a thousand processes are too much to send to each of them.
-      mark: made by process 0, the same in all processes of this attempt.
+      processes: a report per process; empty in a group of one and in all processes but
+        the first, since a thousand reports are too much to send to every process.
+      seconds: how long the preflight took.
+      mark: chosen by process 0, the same in all processes of this attempt.
     """
 
     processes: tuple[dict[str, Any], ...] = ()
@@ -85,10 +86,10 @@ class Record:
         return {"processes": self.processes, "seconds": self.seconds}
 
 
-def who_we_are(
+def check_environment(
     config: "Computation", group: Group, environ_flags: Mapping[str, str]
 ) -> Record:
-    """Runs the first round: what each process is. Raises ValueError if they differ.
+    """Compares the environments of all processes; raises ValueError if they differ.
 
     Args:
       environ_flags: compiler flags from the environment, by variable.
@@ -104,21 +105,23 @@ def who_we_are(
         "jax": {name: jax.config.values[name] for name in JAX_SETTINGS},
     }
     if not group.met_at:
-        group.wait("start", FIRST_SECONDS)
-    # All clocks were read when the processes last met, at the same moment.
-    return _call(group, "who we are", facts, FIRST_SECONDS, clock=group.met_at)
+        group.wait("start", ENVIRONMENT_SECONDS)
+    # Every process read its clock when they last met, so at the same time.
+    return _compare(
+        group, "environment check", facts, ENVIRONMENT_SECONDS, clock=group.met_at
+    )
 
 
-def what_we_do(
+def check_program(
     data: Mapping[str, Any], program: str, group: Group, probe: FolderProbe
 ) -> Record:
-    """Runs the second round: data, program and folders. Raises if they differ.
+    """Compares data, program and shared folders; raises ValueError if they differ.
 
     Args:
-      data: what the datasets are.
-      program: the fingerprint of the step.
-      probe: of the folders that all must see; process 0 has left its files, and all
-        have met since.
+      data: the facts about the datasets.
+      program: the fingerprint of the train step.
+      probe: of the folders that all processes must share. Process 0 has already left
+        its files, and all processes have met since.
     """
     if group.size == 1:
         return Record()
@@ -130,19 +133,21 @@ def what_we_do(
     if not group.is_first:
         probe.leave()
         probes = probe.look()
-    group.wait("prepared", SECOND_SECONDS)
+    group.wait("prepared", PROGRAM_SECONDS)
     if group.is_first:
         probes = probe.look()
-    return _call(group, "what we do", facts, WAIT_SECONDS, probes=probes)
+    return _compare(group, "program check", facts, WAIT_SECONDS, probes=probes)
 
 
-def _call(group: Group, what: str, facts: Facts, seconds: float, **more: Any) -> Record:
+def _compare(
+    group: Group, what: str, facts: Facts, seconds: float, **more: Any
+) -> Record:
     began = time.monotonic()
     report = {"host": socket.gethostname(), "address": _address(), "facts": facts}
-    heard: list[dict[str, Any]] = []
+    summaries: list[dict[str, Any]] = []
 
     def judge(reports: list[Report]) -> Report:
-        heard.extend(map(_short, reports))
+        summaries.extend(map(_summary, reports))
         mark = uuid.uuid4().hex[:12]
         return {"differences": preflight_table.render(reports), "mark": mark}
 
@@ -150,10 +155,10 @@ def _call(group: Group, what: str, facts: Facts, seconds: float, **more: Any) ->
     if answer["differences"]:
         raise ValueError(answer["differences"])
     seconds = round(time.monotonic() - began, 3)
-    return Record(tuple(heard), seconds, answer["mark"])
+    return Record(tuple(summaries), seconds, answer["mark"])
 
 
-def _short(report: dict[str, Any]) -> dict[str, Any]:
+def _summary(report: dict[str, Any]) -> dict[str, Any]:
     facts = {
         group: digest(values) if group in DIGESTED else values
         for group, values in report["facts"].items()
@@ -169,19 +174,19 @@ def digest(values: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages that matter."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def code(config: "Computation") -> dict[str, str]:
     """Returns a digest of each file of Meshloom and of the modules the config uses.
 
-    The names do not depend on where it is installed.
+    Their names do not depend on where Meshloom is installed.
     """
     root = Path(__file__).parents[2]
     files = {
@@ -202,13 +207,13 @@ def code(config: "Computation") -> dict[str, str]:
 
 
 def flags(text: str) -> dict[str, str]:
-    """Returns flags by name; their order and where XLA dumps programs do not matter."""
-    found = {}
-    for word in shlex.split(text):
-        name, _, value = word.partition("=")
+    """Returns the values of flags by name, without those that only dump programs."""
+    values = {}
+    for flag in shlex.split(text):
+        name, _, value = flag.partition("=")
         if not name.startswith("--xla_dump_"):
-            found[name] = value or "set"
-    return found
+            values[name] = value or "set"
+    return values
 
 
 def _kind() -> str:
@@ -217,9 +222,9 @@ def _kind() -> str:
 
 
 def _address() -> str | None:
-    """Returns the address of this host's own name, which gloo tells the others.
+    """Returns the address that this host's name resolves to, which gloo advertises.
 
-    None if collectives do not use gloo, or the name has no address.
+    None if collectives do not use gloo, or the name does not resolve.
     """
     if jax.default_backend() != "cpu":
         return None

@@ -1,10 +1,10 @@
-"""Reports progress to the supervisor, and notices when there is none.
+"""Reports progress to the supervisor, and ends a process that makes none.
 
-A run makes progress as long as something gets finished: a step, an evaluation, a save.
-A thread checks which of the steps that were handed to the devices are done, so the loop
-never waits for it. If nothing is finished within the limit, the stacks of all threads
-of all processes are written to the run folder, and this process ends with an exit code
-of its own, which the supervisor answers with a restart.
+A run makes progress as long as something completes: a step, an evaluation, a save. A
+thread checks which of the dispatched steps are done, so the loop never waits for it. If
+nothing completes within the limit, the stacks of all threads of all processes are
+written to the run folder, and this process exits with a code of its own, on which the
+supervisor restarts the job.
 """
 
 import collections
@@ -24,22 +24,22 @@ from ...launch.progress_watch import Watch
 from .group import Group
 
 FOLDER, REQUEST = "stacks", "request"
-# Anything but a step, such as an evaluation with its compilation, may take this long.
+# How long anything but a step may take, such as an evaluation that has to compile.
 ALLOW_SECONDS = 600.0
 POLL_SECONDS = 0.2
-# For the other processes to write their stacks, before our end brings them down.
+# How long the others have to write their stacks before our exit takes them down.
 REQUEST_SECONDS = 3.0
 
 
 class Watchdog:
-    """A context manager that must be told of progress while it is open.
+    """Ends this process if no progress is reported; a context manager.
 
     Args:
       folder: the run folder, where stacks are written.
       group: the processes of the run; by default this one alone.
-      stall_seconds: the limit after the first step; None is 60, or ten times the median
-        between two reports if that is more; 0 never ends the process.
-      start_seconds: the limit before the first step is done.
+      stall_seconds: the limit after the first step; None for 60, or ten times the
+        median between two reports if that is more; 0 never ends the process.
+      start_seconds: the limit until the first step is done.
       report_to: the file that the supervisor watches, if there is one.
       end: ends this process with an exit code; None only writes the stacks.
     """
@@ -63,9 +63,9 @@ class Watchdog:
         self._lock = threading.Lock()
         self._running: collections.deque[tuple[int, Any]] = collections.deque()
         self._step: int | None = None
-        self._started: int | None = None  # the newest step
+        self._started: int | None = None  # the newest step dispatched
         self._allow = 0.0
-        self._allowed_at: int | None = None  # the newest step when that was said
+        self._allowed_at: int | None = None  # the newest step dispatched at that time
         self._began = time.time()
         self._has_dumped = False
         self._closed = threading.Event()
@@ -81,15 +81,15 @@ class Watchdog:
         self._thread.join()
 
     def started(self, step: int, figure: Any) -> None:
-        """Notes a step that was handed to the devices; done once `figure` is ready."""
+        """Records that a step was dispatched; it is done once `figure` is ready."""
         self._running.append((step, figure))
         self._started = step
 
     def beat(self, *, allow: float = 0.0) -> None:
-        """Notes that something was finished; what comes next may take `allow` seconds.
+        """Records that something completed; what follows may take `allow` seconds.
 
-        The allowance holds until the next beat, or until a step is done that has not
-        been started yet.
+        The allowance holds until the next beat, or until a step is done that was
+        dispatched after this call.
         """
         self._allow, self._allowed_at = allow, self._started
         self._report()
@@ -103,14 +103,14 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
-            self._look()
+            self._poll()
             if self._is_watched and self._watch.has_stalled:
                 self._end(self._watch.message())
                 return
-            if not self._has_dumped and self._is_asked():
-                self._dump("asked by another process")
+            if not self._has_dumped and self._is_requested():
+                self._dump("requested by another process")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         done = None
         while self._running and self._running[0][1].is_ready():
             done, _ = self._running.popleft()
@@ -120,7 +120,7 @@ class Watchdog:
                 self._allow = 0.0
             self._report()
 
-    def _is_asked(self) -> bool:
+    def _is_requested(self) -> bool:
         try:
             return (self._folder / REQUEST).stat().st_mtime > self._began
         except FileNotFoundError:
@@ -136,12 +136,12 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
-    def _without_stacks(self, asked: float) -> list[int]:
-        """Returns the other processes that wrote nothing since they were asked."""
+    def _without_stacks(self, since: float) -> list[int]:
+        """Returns the other processes that have written no stacks since then."""
         silent = []
         for number in range(self._group.size):
             file = self._folder / f"process-{number}.txt"
-            if not file.exists() or file.stat().st_mtime < asked - 1:
+            if not file.exists() or file.stat().st_mtime < since - 1:
                 silent.append(number)
         return [number for number in silent if number != self._group.index]
 
@@ -150,15 +150,15 @@ class Watchdog:
             self._dump(reason)
             request = f"process {self._group.index}: {reason}\n"
             (self._folder / REQUEST).write_text(request)
-            asked = time.time()
+            requested = time.time()
             time.sleep(REQUEST_SECONDS)
-            words = f"stacks are in {self._folder}"
-            if silent := self._without_stacks(asked):
-                # Stopped, or on a machine that is gone: not even its threads run.
-                words += f"; process {', '.join(map(str, silent))} wrote none"
-        except OSError as error:  # a disk that hangs or is full must not keep us here
-            words = f"no stacks could be written: {error}"
-        text = f"meshloom: process {self._group.index}: {reason}; {words}\n"
+            outcome = f"stacks are in {self._folder}"
+            if silent := self._without_stacks(requested):
+                # Stopped, or on a machine that is down: not even its threads run.
+                outcome += f"; process {', '.join(map(str, silent))} wrote none"
+        except OSError as error:  # a full or failing disk must not keep us from exiting
+            outcome = f"no stacks could be written: {error}"
+        text = f"meshloom: process {self._group.index}: {reason}; {outcome}\n"
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore
         if self._end_process is not None:
             self._end_process(WATCHDOG)

@@ -169,5 +169,5 @@ class Save:
         first = stall.waited_for is not None and not self.said
         if first or stall.stall_s > LONG:
             self.said = self.said or first
-            self.progress.message(f"step {step}  {stall.words()}")
+            self.progress.message(f"step {step}  {stall.describe()}")
         self.progress.rate.restart()

@@ -91,7 +91,7 @@ def open_run(
             identity=identity,
             environment=environment(sizes, group.size, invocation),
         )
-        record += preflight.what_we_do(
+        record += preflight.check_program(
             prepared.data_facts(), prepared.fingerprint(), group, probe
         )
     return dataclasses.replace(found, prepared=prepared), record

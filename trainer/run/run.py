@@ -89,7 +89,7 @@ class Run:
             key = jax.random.key(config.seed)
             return self.prepared.layout.create(key, self.prepared.mesh)
         source = init_from.find(config.init_from, self.prepared.program)
-        state, taken = init_from.begin(source, self.prepared.program, self.group)
+        state, taken = init_from.initialize(source, self.prepared.program, self.group)
         self.console.print(taken, markup=False)
         self.ledger.event("init", source=config.init_from)
         return state

@@ -150,7 +150,7 @@ def train(
         console = Console(quiet=not group.is_first, highlight=False, soft_wrap=True)
     phases = phases or Phases(invocation.attempt)
     # Before anything that could hang if processes differ.
-    record = preflight.who_we_are(config, group, invocation.flags)
+    record = preflight.check_environment(config, group, invocation.flags)
     if group.size > 1:
         joining.connect()
     with contextlib.ExitStack() as held:
