@@ -53,7 +53,7 @@ MISSING = $(filter-out $(shell dpkg-query -W -f='$${db:Status-Status}:$${Package
   $(DEBIAN) 2>/dev/null | sed -n 's/^installed://p'),$(DEBIAN))
 tests: $(DEV)
 	@test -z "$(MISSING)" || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MISSING))
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow and not processes' $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'not slow and not processes' $(ARGS)
 	$(BIN)/python -m pytest -q -m 'processes and not slow' $(ARGS)
 
 # The long forms of tests.

@@ -55,3 +55,11 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     toy_configs.write(toy_configs.BASE, "base.gin")
     return toy
+
+
+def pytest_collection_modifyitems(items):
+    """Keeps each file on one worker, for its fixtures, unless it is dealt in groups."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            name = str(item.path.relative_to(item.config.rootpath))
+            item.add_marker(pytest.mark.xdist_group(name))

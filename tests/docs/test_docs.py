@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +25,11 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> pathlib.Path:
+@pytest.fixture
+def checkout(tmp_path) -> pathlib.Path:
     """A folder that looks like the checkout, so that runs/ is created outside of it."""
-    folder = tmp_path_factory.mktemp("checkout")
+    folder = tmp_path / "checkout"
+    folder.mkdir()
     names = ["docs", "benchmarks", "README.md", "Makefile"]
     for name in (*names, "pyproject.toml", "constraints.txt"):
         (folder / name).symlink_to(ROOT / name)
@@ -69,14 +69,21 @@ def shorten(script: str) -> str:
     return re.sub(r"^make (\w+)$", r"make -n \1 > /dev/null", script, flags=re.M)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")])
+# Each page for itself: together they take most of the time of all tests.
+WITH_COMMANDS = [
+    pytest.param(page, marks=pytest.mark.xdist_group(page))
+    for page in PAGES
+    if blocks(page, "bash")
+]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_commands_of_the_page_run(page, checkout):
     if page == "docs/report.md":
         run("meshloom train --steps 21 --set eval_batches=1", checkout)
     outputs = [run(shorten(script), checkout) for script in blocks(page, "bash")]
     if page == "docs/training.md":  # as the page says
         assert "Resuming from step 3" in outputs[1]
-    shutil.rmtree(checkout / "runs", ignore_errors=True)
 
 
 def test_make_train_is_the_default_training():
