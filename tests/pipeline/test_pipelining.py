@@ -241,7 +241,7 @@ def test_refused(what):
 
 
 def test_settings_without_a_pipe_axis_are_said_to_have_no_effect():
-    line = "The settings of the pipeline have no effect: the mesh has pipe=1"
+    line = "The pipeline settings have no effect: the mesh has pipe=1"
     pipeline = Pipelining(schedule="gpipe")
     assert line in short_runs.prepare(tiny(), "data=1", pipeline=pipeline).describe()
     assert line not in short_runs.prepare(tiny(), "data=1").describe()
