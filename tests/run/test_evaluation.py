@@ -1,4 +1,4 @@
-"""Evaluation covers what it claims on any mesh, and reports all metrics of the model."""
+"""Evaluation covers what it claims on any mesh, and reports all the model's metrics."""
 
 import dataclasses
 import io
