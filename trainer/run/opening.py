@@ -93,11 +93,9 @@ def open_run(
                 insist=insist,
                 log=log,
             )
-            sizes = run.prepared.layout.params.mesh
+            facts = environment(run.prepared.layout.params.mesh, group.size, invocation)
             prepared = dataclasses.replace(
-                run.prepared,
-                identity=identity,
-                environment=environment(sizes, group.size, invocation),
+                run.prepared, identity=identity, environment=facts
             )
             record += preflight.check_program(
                 prepared.data_facts(), prepared.fingerprint(), group, probe
