@@ -1,13 +1,13 @@
-"""A process that has imported everything, from which the workers of a job are forked.
+"""A process with everything imported, from which the workers of a job are forked.
 
 `python -m meshloom.trainer.warm COMMAND...` is started once by the supervisor of a job
-on this machine (launch/warm.py). It reads a line of JSON from stdin for each worker,
+on this machine (launch/warm.py). For each worker it reads a line of JSON from stdin,
 
     {"env": {"NAME": "VALUE", ...}, "log": "FILE", "parent": PID}
 
-forks one that runs `meshloom COMMAND...` in that environment, and answers with its
-process number. It has no device and no thread of Python's, so a fork of it is as good
-as a new process, and is there a second or two earlier.
+forks a process that runs `meshloom COMMAND...` in that environment, and prints its
+process id. It has initialized no device and started no Python thread, so a fork is as
+good as a new process, and is ready a second or two earlier.
 """
 
 import gc
@@ -22,7 +22,7 @@ from typing import Any
 from ..launch import guard
 from . import cli
 
-# What `meshloom train` imports before its first step, on any config of ours.
+# What `meshloom train` imports before its first step, with any shipped config.
 MODULES = (
     "meshloom.models.transformer",
     "meshloom.trainer.job.joining",
@@ -32,18 +32,19 @@ MODULES = (
     "grain",
     "jax.experimental.multihost_utils",
 )
+# How long a worker waits until the supervisor has become its parent.
 ADOPTED_SECONDS = 10.0
 
 
 def main(command: list[str]) -> int:
-    """Serves until stdin ends; in each worker, runs the command."""
+    """Forks workers until stdin ends; in each worker, runs the command."""
     for name in MODULES:
         importlib.import_module(name)
-    if threading.active_count() > 1:  # their locks would stay locked in a fork
+    if threading.active_count() > 1:  # locks they hold would stay locked in a fork
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise RuntimeError(f"imports have started threads ({names}); use launch --cold")
     gc.collect()
-    gc.freeze()  # a worker's collections then leave the pages alone that all share
+    gc.freeze()  # so that a worker's garbage collection does not copy shared pages
     for line in sys.stdin:
         pid = _fork(json.loads(line))
         if pid is None:
@@ -53,10 +54,10 @@ def main(command: list[str]) -> int:
 
 
 def _fork(request: dict[str, Any]) -> int | None:
-    """Returns the number of the new worker; None in the worker itself.
+    """Returns the process id of the new worker; None in the worker itself.
 
-    The worker is a grandchild whose parent ends at once, and so becomes a child of the
-    supervisor, which has asked the kernel for orphans.
+    The worker is a grandchild whose parent exits at once, so it becomes a child of the
+    supervisor, which is a subreaper.
     """
     reader, writer = os.pipe()
     parent = os.fork()
@@ -76,7 +77,7 @@ def _fork(request: dict[str, Any]) -> int | None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Makes this process a worker: its output, its parent and its environment."""
+    """Gives this process the output, the parent and the environment of a worker."""
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for output in (1, 2):

@@ -1,4 +1,4 @@
-"""The command line: its flags, its speed, and what configs and plans it shows."""
+"""The command line: its flags, its imports, and the commands that only print."""
 
 import argparse
 import json
@@ -11,8 +11,9 @@ from tiny_runs import COMMAND, TINY, command
 
 from meshloom.trainer import cli
 from meshloom.trainer.cli import main
+from meshloom.trainer.commands import report
 
-# A new flag is a decision: most settings belong into the config (--set).
+# A new flag needs a decision: most settings belong in the config (--set).
 CONFIG_FLAGS = {"--config", "--set", "--mesh"}
 SUPERVISED = {"--cpu-devices", "--max-restarts", "--stall-seconds", "--start-seconds"}
 SUPERVISED |= {"--grace-seconds", "--logs", "COMMAND"}
@@ -62,14 +63,14 @@ HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
 
 
 def output(capsys, *argv) -> str:
-    """What a command that succeeds in this process prints."""
+    """Returns what a command prints; it runs in this process and succeeds."""
     capsys.readouterr()
     assert main(list(argv)) == 0
     return capsys.readouterr().out
 
 
 def subcommands(parser, path=()):
-    """Yields (name, parser) of every command that does something."""
+    """Yields (name, parser) of every command without subcommands."""
     nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not nested:
         yield " ".join(path), parser
@@ -93,7 +94,7 @@ def test_flags_are_pinned():
     assert found == FLAGS
 
 
-def test_flags_cannot_be_shortened(capsys):
+def test_flags_cannot_be_abbreviated(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--dry"])
     assert "unrecognized arguments: --dry" in capsys.readouterr().err
@@ -110,7 +111,7 @@ def test_flags_cannot_be_shortened(capsys):
         ("", 2),
     ],
 )
-def test_help_and_wrong_arguments_are_answered(argv, status):
+def test_help_and_wrong_arguments(argv, status):
     result = command(*argv.split())
     assert result.returncode == status
     if status:
@@ -153,7 +154,7 @@ def test_parsing_imports_nothing_heavy(argv):
 
 
 def test_without_arguments_the_default_is_trained(tmp_path):
-    """A real process, from a folder of its own; --dry-run touches nothing."""
+    """In a real process, in a folder of its own; --dry-run writes nothing."""
     result = subprocess.run(
         [COMMAND, "train", "--dry-run", "--cpu-devices", "4"],
         capture_output=True,
@@ -163,7 +164,7 @@ def test_without_arguments_the_default_is_trained(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == "Training on the CPU: no accelerator was found or asked for"
+    assert lines[0] == "Training on the CPU: no accelerator was found or requested"
     assert lines[1].startswith("4 cpu devices in 1 process, mesh data=4")
     assert "source Text, path stdlib" in result.stdout
     assert re.fullmatch(r"Forecast: .* MiB on a device, \d+% of its memory", lines[-2])
@@ -178,11 +179,11 @@ def test_flags_reach_the_config(capsys):
         capsys, "train", "--config", TINY, "--mesh", "fsdp=4,tensor=2", "--dry-run"
     )
     assert "mesh fsdp=4, tensor=2, plan data+fsdp+tensor" in shown
-    assert "whole on every device" in shown
+    assert "replicated on every device" in shown
 
 
 def values(text: str) -> dict[str, tuple[str, str]]:
-    """{path: (value, origin)} of what `config show` prints."""
+    """Parses the output of `config show` into {path: (value, origin)}."""
     rows = (re.fullmatch(r"(\S+) += (.*?) +# (.+)", line) for line in text.splitlines())
     return {row[1]: (row[2], row[3]) for row in rows if row}
 
@@ -220,7 +221,7 @@ def test_explain(capsys):
     assert "mlp over tensor by tensor" in row
     for title in ("parameters ", "bytes per device ", "replicated "):
         assert any(line.startswith(title) for line in shown.splitlines())
-    assert re.search(r"optimizer state: \S+ KiB, \S+ KiB a device", shown)
+    assert re.search(r"optimizer state: \S+ KiB, \S+ KiB per device", shown)
 
 
 def test_explain_as_json(capsys):
@@ -246,7 +247,7 @@ def test_explain_of_70_billion_without_the_devices():
     assert re.search(r"bytes per device +1.0 GiB", result.stdout)
 
 
-def test_a_closed_pipe_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     program = f"{COMMAND} explain --json --config {TINY} --mesh data=8 | head -n 1"
     result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {program}"],
@@ -255,13 +256,16 @@ def test_a_closed_pipe_is_no_error():
         timeout=60,
     )
     assert (result.stdout, result.stderr) == ("{\n", "")
-    assert result.returncode in (0, cli.PIPE_CLOSED)  # it may have been quick enough
+    assert result.returncode in (
+        0,
+        cli.PIPE_CLOSED,
+    )  # it may have printed everything before
 
 
 def test_ctrl_c_ends_quietly(monkeypatch, capsys):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_report", interrupt)
+    monkeypatch.setattr(report, "_report", interrupt)
     assert main(["report", "run"]) == cli.INTERRUPTED
     assert capsys.readouterr().err == "meshloom: interrupted\n"

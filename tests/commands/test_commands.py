@@ -1,4 +1,4 @@
-"""The subcommands one after the other: data build, train, generate, report."""
+"""The subcommands in sequence: data build, train, generate, report."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from meshloom.trainer.run import train as train_lib
 
 
 def output(capsys, *argv) -> str:
-    """What a command that succeeds in this process prints."""
+    """Returns what a command prints; it runs in this process and succeeds."""
     capsys.readouterr()
     assert main(list(argv)) == 0
     return capsys.readouterr().out
@@ -31,7 +31,7 @@ def refused(capsys, *argv) -> str:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """What `meshloom data build` makes of some text."""
+    """A corpus built from some text by `meshloom data build`."""
     root = tmp_path_factory.mktemp("corpus")
     (root / "text").mkdir()
     for number in range(40):
@@ -43,7 +43,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
-    """A run on that corpus, by the command itself."""
+    """A run on that corpus, in a process of its own."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     sets = ["data=@data.ArrayRecords()", f'data.path="{corpus}"', "data.length=16"]
     sets += ["data.holdout=0.25", "model.vocab_size=257"]
@@ -59,7 +59,7 @@ def run(corpus, tmp_path_factory):
     return folder
 
 
-def test_cpu_devices_get_threads_to_wait_in(monkeypatch):
+def test_cpu_devices_get_enough_threads(monkeypatch):
     for given, expected in ((None, max(32, os.cpu_count() or 1)), ("9", 9)):
         monkeypatch.delenv("NPROC", raising=False)
         if given:
@@ -95,7 +95,7 @@ def test_config_gin_of_a_run_is_a_config(run, capsys):
 
 def test_the_run_remembers_its_command(run):
     environment = json.loads((run / "environment.json").read_text())
-    # As one would paste it into a shell.
+    # Ready to be pasted into a shell.
     assert "meshloom train --config " in environment["command"]
     assert "'data=@data.ArrayRecords()'" in environment["command"]
 
@@ -126,11 +126,11 @@ def test_generate(run, capsys):
             "a prompt of 33 tokens and 1 new ones make 34, but the model's max_length "
             "is 32. Shorten the prompt.",
         ),
-        (["--prompt", "a", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--prompt", "a", "--tokens", "0"], "--tokens must be >= 1, got 0"),
         (
             ["--prompt", "a", "--step", "5", "--tokens", "4"],
-            "has no checkpoint of step 5; it has 4, 8. Give --step one of these, or "
-            "leave it out.",
+            "has no checkpoint of step 5; it has 4, 8. Pass one of these as --step, or "
+            "omit it.",
         ),
         (
             ["--prompt", "a", "--tokens", "4", "--temperature", "-1"],
@@ -146,11 +146,11 @@ def test_generate_refuses(run, capsys, flags, message):
     assert message in refused(capsys, "generate", str(run), *flags)
 
 
-def test_generate_wants_a_run_folder(tmp_path, capsys):
+def test_generate_needs_a_run_folder(tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "none"):
         assert refused(capsys, "generate", str(folder), "--prompt", "a") == (
-            f"{folder} holds no trained model: expected config.gin and a checkpoint. "
-            "Name the folder of a run that has saved one."
+            f"{folder} does not contain a trained model: expected config.gin and a "
+            "checkpoint. Give the folder of a run that has saved one."
         )
 
 
@@ -188,7 +188,7 @@ def test_config_diff(capsys, run):
         (8, 1, 16, 16),
     ],
 )
-def test_fewer_processes_compute_more_parts(monkeypatch, full, now, given, expected):
+def test_fewer_processes_use_more_microbatches(monkeypatch, full, now, given, expected):
     monkeypatch.setenv("MESHLOOM_FULL_PROCESSES", str(full))
     sets = [f"num_microbatches={given}"]
     loaded = config_files.load([TINY], sets, root=train_lib.Config)

@@ -102,10 +102,9 @@ def test_every_batch_can_be_cut(configs, name):
 def test_data_and_model_agree(configs, name):
     config = configs[name]
     assert config.data.length <= config.model.max_length
-    batch = dict.fromkeys(
-        ("inputs", "targets"),
-        jax.ShapeDtypeStruct((config.batch_size, config.data.length), "int32"),
-    )
+    shape = (config.batch_size, config.data.length)
+    batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct(shape, "int32"))
+    batch["weights"] = jax.ShapeDtypeStruct(shape, "float32")
     config.model.check_batch(batch, {"vocab_size": config.model.vocab_size})
 
 

@@ -14,7 +14,7 @@ def prepared(path, **changes):
 
 
 def test_valid_rows_are_accepted(tmp_path):
-    assert prepared(tmp_path).batch["x"].shape == (16, npz_rows.NUM_FEATURES)
+    assert prepared(tmp_path).program.batch["x"].shape == (16, npz_rows.NUM_FEATURES)
 
 
 def test_a_dtype_that_jax_would_convert_is_an_error_before_a_run(tmp_path):

@@ -384,13 +384,18 @@ def test_impossible_sizes_are_errors(changes, message):
 
 
 def test_data_that_does_not_fit_is_an_error():
-    batch = {"inputs": jax.ShapeDtypeStruct((2, 8), jnp.int32)}
-    LLAMA.check_batch(batch, {"vocab_size": 29})
+    def batch(length):
+        tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
+        return dict.fromkeys(("inputs", "targets", "weights"), tokens)
+
+    LLAMA.check_batch(batch(8), {"vocab_size": 29})
     with pytest.raises(ValueError, match="vocabulary of 30.*Raise vocab_size to 30"):
-        LLAMA.check_batch(batch, {"vocab_size": 30})
-    batch = {"inputs": jax.ShapeDtypeStruct((2, 11), jnp.int32)}
+        LLAMA.check_batch(batch(8), {"vocab_size": 30})
     with pytest.raises(ValueError, match="length 11.*max_length is 10"):
-        LLAMA.check_batch(batch, {})
+        LLAMA.check_batch(batch(11), {})
+    without = {k: x for k, x in batch(8).items() if k != "weights"}
+    with pytest.raises(ValueError, match="no array 'weights', which the model needs"):
+        LLAMA.check_batch(without, {})
 
 
 def test_model_flops_of_a_small_model():

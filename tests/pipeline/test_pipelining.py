@@ -164,12 +164,12 @@ ADVICE = {
 
 @pytest.mark.parametrize("what", ADVICE)
 def test_following_the_advice_gives_the_promised_bubble(what):
-    settings, advice, followed = ADVICE[what]
+    settings, expected, followed = ADVICE[what]
     before, after = (plan(MESH, **each).simulation for each in (settings, followed))
     assert after.bubble < before.bubble and before.bubble > 0.2
     advice = plan(MESH, **settings).advice
     ways = advice.removeprefix(". It would be smaller with ").rstrip(".").split(" or ")
-    assert f"{advice} ({100 * after.bubble:.1f} %)" in ways
+    assert f"{expected} ({100 * after.bubble:.1f} %)" in ways
 
 
 def test_there_is_no_advice_that_would_not_help():
@@ -191,7 +191,7 @@ REFUSED = {
     ),
     "a plan without the axis": (
         lambda: plan(MESH, plan="data+fsdp"),
-        r"pipe=4: plan 'data\+fsdp' does not use it. Add \+pipeline to the plan",
+        r"pipe=4: the rules do not shard layers over it. Add \+pipeline to the plan",
     ),
     "no stack": (
         lambda: plan(MESH, model=DIGITS.model),
@@ -240,8 +240,8 @@ def test_bad_settings_are_errors(what):
         build()
 
 
-def test_settings_without_a_pipe_axis_are_reported_to_have_no_effect():
-    line = "The settings of the pipeline have no effect: the mesh has pipe=1"
+def test_settings_without_a_pipe_axis_are_said_to_have_no_effect():
+    line = "The pipeline settings have no effect: the mesh has pipe=1"
     pipeline = Pipelining(schedule="gpipe")
     assert line in short_runs.prepare(tiny(), "data=1", pipeline=pipeline).describe()
     assert line not in short_runs.prepare(tiny(), "data=1").describe()

@@ -235,6 +235,6 @@ def test_an_error_in_one_process_ends_the_job(config_file, tmp_path):
     settings = (*TRAIN_ONLY, "data.broken_in=1")
     layout = Layout(2, 1, "data=2", HALVES, 1, settings)
     first, second = start(layout, config_file, tmp_path / "work").processes
-    assert second.stderr.startswith("meshloom: disk: Input/output error. It may pass")
+    assert second.stderr.startswith("meshloom: disk: Input/output error. This may be ")
     assert second.status == UNREACHABLE
     assert first.status not in (0, 2), first  # its collective has lost its peer

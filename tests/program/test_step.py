@@ -16,7 +16,7 @@ from meshloom.trainer.config import files as config_files
 from meshloom.trainer.program.optimizers import Adafactor, AdamW, Lion, Muon
 from meshloom.trainer.program.schedules import Constant
 from meshloom.trainer.program.state import State
-from meshloom.trainer.program.step import eval_step, train_step
+from meshloom.trainer.program.step import apply, eval_step, gradients, train_step
 from meshloom.trainer.run.train import Config
 
 RATE = 0.1
@@ -41,14 +41,20 @@ def new_state(dtype=jnp.float32):
     return State(jnp.zeros((), jnp.int32), params, optax.sgd(RATE).init(params))
 
 
-def step(**options):
+def step(*, shard=None, num_microbatches=1, **options):
+    compute = functools.partial(
+        gradients,
+        model=Line(),
+        shard=shard or Sharder(),
+        num_microbatches=num_microbatches,
+    )
     settings = dict(
         model=Line(),
         make_tx=lambda rate: optax.sgd(RATE),
         learning_rate=optax.linear_schedule(1.0, 0.0, 4),
-        shard=Sharder(),
     )
-    return jax.jit(functools.partial(train_step, **(settings | options)))
+    update = functools.partial(apply, **(settings | options))
+    return jax.jit(functools.partial(train_step, compute=compute, update=update))
 
 
 def batch_of(num=16, seed=0):

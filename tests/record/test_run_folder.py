@@ -183,7 +183,7 @@ def test_insisting_and_what_is_free_to_change(run, capfd):
     """Both are reported; a finished run shows them without training."""
     assert main(train(run, "--mesh", "fsdp=8", *sets_of('plan="data+fsdp"'))) == 0
     output = capfd.readouterr().out
-    assert "Continued with other settings:" in output
+    assert "Continuing with different settings:" in output
     assert re.search(r"mesh.data +-1 -> 1\n", output)
     assert re.search(r"mesh.fsdp +1 -> 8\n", output)
     assert re.search(r"plan +'auto' -> 'data\+fsdp'", output)

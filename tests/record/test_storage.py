@@ -44,7 +44,7 @@ def test_a_folder_elsewhere(tmp_path, capfd):
     assert line == (
         f"checkpoint_folder {place} holds checkpoints of another run (newest step "
         f"12), and run folder {tmp_path / 'new'} is new. Choose another, or pass "
-        "--insist to go on from them."
+        "--insist to continue from them."
     )
 
 

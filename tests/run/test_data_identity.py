@@ -1,4 +1,4 @@
-"""A run goes on with the data that it began with, or says that it does not."""
+"""A run continues with the data it was started with, or reports that it does not."""
 
 import dataclasses
 import io
@@ -34,7 +34,7 @@ def run(config, folder, **settings) -> str:
 
 
 def age(*paths: Path) -> None:
-    """Makes files old enough to be known again by their time."""
+    """Makes files old enough to be recognized by their time."""
     then = time.time() - 3600
     for path in paths:
         os.utime(path, (then, then))
@@ -66,15 +66,17 @@ def test_labels_reversed_in_an_npz_are_refused(tmp_path):
     before = (folder / "data.json").read_text()
     with pytest.raises(ValueError) as caught:
         run(longer, folder)
-    said = str(caught.value)
-    assert f"the data is not what run folder {folder} was trained on" in said
-    assert "pass --insist" in said
-    assert "split 'train': 96 examples as before; digest of the contents" in said
-    assert "split 'eval'" not in said
+    message = str(caught.value)
+    assert f"the data is not what run folder {folder} was trained on" in message
+    assert "pass --insist" in message
+    assert "split 'train': 96 examples, as before; digest of the contents" in message
+    assert "split 'eval'" not in message
     assert (folder / "data.json").read_text() == before
 
 
-def test_a_file_added_to_a_corpus_is_refused_and_insisting_is_noted(corpus, tmp_path):
+def test_a_file_added_to_a_corpus_is_refused_and_insisting_is_recorded(
+    corpus, tmp_path
+):
     config, folder = text_config(corpus), tmp_path / "run"
     run(config, folder)
     saved = manifest.read(folder / "checkpoints", 8)["data"]["splits"]
@@ -87,14 +89,14 @@ def test_a_file_added_to_a_corpus_is_refused_and_insisting_is_noted(corpus, tmp_
     (corpus / "weave.txt").write_text("weave " * 400)
     (corpus / "3.txt").write_text("3 MESH LOOM " * 40)  # as long as before
     longer = dataclasses.replace(config, num_steps=12)
-    words = (
+    pattern = (
         r"split 'train': \d+ -> \d+ examples; added: weave.txt; changed: 3.txt; digest"
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=pattern):
         run(longer, folder)
 
     output = run(longer, folder, insist=True)
-    assert "Continued with other data:\nsplit 'train'" in output
+    assert "Continuing with different data:\nsplit 'train'" in output
     (event,) = (
         row
         for row in ledger.Ledger(folder, is_writer=False).read()
@@ -109,11 +111,11 @@ def test_a_file_added_to_a_corpus_is_refused_and_insisting_is_noted(corpus, tmp_
     assert found.faults == []
     assert [part[:2] for part in found.parts] == [(1, 8), (9, 12)]
     assert "the data was changed on purpose" in str(found)
-    # What was insisted on is the run's data from now on.
-    assert "Continued with other data" not in run(longer, folder)
+    # From now on this is the data of the run.
+    assert "Continuing with different data" not in run(longer, folder)
 
 
-def test_without_the_record_the_newest_checkpoint_tells(corpus, tmp_path):
+def test_without_the_record_the_newest_checkpoint_is_used(corpus, tmp_path):
     config, folder = text_config(corpus), tmp_path / "run"
     run(config, folder)
     (folder / "data.json").unlink()
@@ -139,7 +141,7 @@ def test_a_dry_run_refuses_changed_data_too(tmp_path, capfd):
 
 
 class Counting:
-    """file_digests._stamp, with the files that it reads."""
+    """Wraps file_digests._stamp and records the files it reads."""
 
     def __init__(self):
         self.read: list[str] = []
@@ -160,7 +162,7 @@ def counting(monkeypatch):
 def established(corpus, folder, **settings):
     source = data.Text(path=str(corpus), length=16, holdout=0)
     datasets = {"train": source.open("train")}
-    settings = {"insist": False, "say": print} | settings
+    settings = {"insist": False, "log": print} | settings
     saved = folder / "checkpoints"
     return data_identity.establish(datasets, Group(), [0], folder, saved, **settings)
 
@@ -174,14 +176,14 @@ def test_a_resume_reads_only_files_that_look_changed(corpus, tmp_path, counting)
     counting.read.clear()
     assert established(corpus, folder).splits == first.splits
     assert counting.read == []
-    # Touched, with the same contents: read again, and no change.
+    # Touched with the same contents: read again, but not a change.
     os.utime(corpus / "5.txt")
     assert established(corpus, folder).changes == ()
     assert counting.read == ["5.txt"]
 
 
 def test_a_file_as_new_as_its_digest_is_read_again(corpus, tmp_path, counting):
-    """Within one tick of the clock it could change and keep its size and time."""
+    """Within one tick of the clock it could change without a new size or time."""
     folder = tmp_path / "run"
     folder.mkdir()
     path = corpus / "5.txt"
@@ -203,28 +205,28 @@ def test_another_name_in_the_same_place_is_the_same_data(corpus, tmp_path):
 
 
 def test_reading_that_takes_long_is_shown(corpus):
-    said, now = [], iter(range(0, 1000, 3))
+    log, now = [], iter(range(0, 1000, 3))
     files = {path.name: str(path) for path in corpus.iterdir()}
-    file_digests.read(files, {}, said.append, clock=lambda: next(now))
-    assert said[0].startswith("Reading the data once for its digest: ")
-    assert " left" in said[0] and len(said) < len(files)
+    file_digests.read(files, {}, log.append, clock=lambda: next(now))
+    assert log[0].startswith("Reading the data once for its digest: ")
+    assert " left" in log[0] and len(log) < len(files)
 
 
-def test_a_large_dataset_without_files_is_covered_in_part_and_aloud(monkeypatch):
+def test_a_large_dataset_without_files_is_covered_in_part_and_logged(monkeypatch):
     monkeypatch.setattr(data_identity, "MAX_EXAMPLES", 10)
     source = data.Synthetic(vocab_size=8, length=4, num_examples=100)
     numbers = source.open("train")
     numbers.describe = lambda: {}
-    said = []
-    found = data_identity._splits({"train": numbers}, {}, said.append)
-    assert found["train"].examples == 100
-    assert "covers 10 of its 100 examples" in said[0]
+    log = []
+    splits = data_identity._splits({"train": numbers}, {}, log.append)
+    assert splits["train"].examples == 100
+    assert "covers 10 of its 100 examples" in log[0]
 
 
 def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "data.json").write_text("{")
-    with pytest.raises(ValueError, match=r"data\.json is no record of a run's data"):
-        data_identity._kept(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.json is not a record of a run's data"):
+        data_identity._known_stamps(tmp_path)
 
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""Bad input: one line that says what to do, exit status 2, and nothing touched."""
+"""Bad input: one line that says what to do, exit status 2, and nothing written."""
 
 import pathlib
 import re
@@ -31,7 +31,7 @@ def corpora(tmp_path_factory):
 
 
 def text(path, *sets) -> list[str]:
-    """Flags that put a folder of text in the place of the synthetic data."""
+    """Returns flags that replace the synthetic data by a folder of text."""
     sets = ("data=@data.Text()", f'data.path="{path}"', "data.length=16", *sets)
     return [
         flag for value in ("model.vocab_size=257", *sets) for flag in sets_of(value)
@@ -70,7 +70,7 @@ FLAGS = {
         "optimizers.Lion.b1 is never used: no @optimizers.Lion() is in the config; "
         "refer to it, or remove the binding",
     ),
-    "two givers of one value": (
+    "one value given twice": (
         sets_of("num_steps=4"),
         "--steps and --set num_steps=4 both set num_steps; remove one of them",
     ),
@@ -155,7 +155,7 @@ FLAGS = {
     ),
     "writer unknown": (
         sets_of('writers=("tensorbord",)'),
-        "writers: 'tensorbord' is unknown; there are 'tensorboard' and 'wandb'",
+        "writers: 'tensorbord' is not a writer; expected 'tensorboard' or 'wandb'",
     ),
     "no checkpoint kept": (
         sets_of("keep_checkpoints=0"),
@@ -168,14 +168,14 @@ FLAGS = {
     "sample from data without text": (
         sets_of('sample_prompt="abc"'),
         "sample_prompt and sample_tokens: transformer.Config with data Synthetic "
-        "cannot write text: .* Train on text, or leave sample_prompt unset.",
+        "cannot generate text: .* Train on text, or leave sample_prompt unset.",
     ),
-    "no devices": (["--cpu-devices", "0"], "--cpu-devices must be at least 1, got 0"),
+    "no devices": (["--cpu-devices", "0"], "--cpu-devices must be >= 1, got 0"),
 }
 
 
 def pattern(message: str) -> str:
-    """The message as a regular expression, in which only `.*` is special."""
+    """Returns the message as a regular expression, in which only `.*` is special."""
     return ".*".join(re.escape(part) for part in message.split(".*"))
 
 
@@ -300,7 +300,7 @@ def test_a_writer_that_is_not_installed(run, capfd, monkeypatch):
 
 
 def test_our_own_defects_keep_their_traceback(monkeypatch, tmp_path):
-    """A ValueError from inside a library is not dressed up as the user's mistake."""
+    """A ValueError from inside a library is not reported as the user's mistake."""
     from meshloom.trainer.commands import config
 
     monkeypatch.setattr(config, "_show", lambda args: int("x"))

@@ -1,4 +1,4 @@
-"""Evaluation covers what it says, on any mesh, and reports all that the model sums."""
+"""Evaluation covers what it claims on any mesh, and reports all the model's metrics."""
 
 import dataclasses
 import io
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import data
+from meshloom.trainer.commands.forecast_observer import ForecastObserver
 from meshloom.trainer.data.batches import Batches
 from meshloom.trainer.record import metrics
 from meshloom.trainer.run import held_out, hooks, train
@@ -23,12 +24,13 @@ BATCH, NUM_EVAL = 16, 40  # two batches and a half
 
 def run(config, folder):
     console = Console(file=io.StringIO(), width=300)
-    state = train.train(config, workdir=folder, console=console)
+    observer = ForecastObserver()
+    state = train.train(config, workdir=folder, console=console, observer=observer)
     return state, console.file.getvalue()  # type: ignore
 
 
 def expected(params, path, split="eval", count=None):
-    """(loss, accuracy) of the first `count` rows, computed by numpy."""
+    """Returns (loss, accuracy) of the first `count` rows, computed by numpy."""
     with np.load(path) as file:
         x, label = (file[f"{split}_{name}"][:count] for name in ("x", "label"))
     logits = x.astype(np.float64) @ np.asarray(params["w"], np.float64)
@@ -40,7 +42,7 @@ def expected(params, path, split="eval", count=None):
 @pytest.mark.parametrize(
     "mesh", ["data=1", "data=2,fsdp=4", "fsdp=8", "fsdp=2,tensor=1"]
 )
-def test_a_whole_split_by_all_that_the_model_sums(mesh, tmp_path):
+def test_all_metrics_over_a_whole_split(mesh, tmp_path):
     path = npz_rows.write(tmp_path / "rows.npz")
     sizes = MeshSpec.parse(mesh)
     devices = jax.devices()[: 1 if mesh == "data=1" else 2 if "tensor" in mesh else 8]
@@ -63,7 +65,7 @@ def test_a_whole_split_by_all_that_the_model_sums(mesh, tmp_path):
 
 
 class Rows:
-    """A writer that keeps what it is given."""
+    """A writer that keeps the rows in memory."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -96,7 +98,7 @@ def evaluate(prepared, split, rows):
     )
 
 
-def test_a_run_writes_and_shows_every_figure(tmp_path):
+def test_a_run_writes_and_shows_every_metric(tmp_path):
     path = npz_rows.write(tmp_path / "rows.npz")
     config = npz_rows.config(path, eval_batches=2, test_batches=None)
     state, output = run(config, tmp_path / "run")
@@ -112,31 +114,31 @@ def test_a_run_writes_and_shows_every_figure(tmp_path):
     assert (row["step"], row["loss"]) == (8, pytest.approx(loss, rel=1e-6))
     assert f"step 8  test loss {loss:.4f}  accuracy {accuracy:.4f}" in output
     assert (
-        "Each evaluation takes 32 of its 40 examples (2 batches of the held-out split)"
+        "Each evaluation uses 32 of the 40 examples of the held-out split (2 batches)"
     ) in output
-    assert "The test after training takes all of its 40 examples (3 batches" in output
+    assert "The test after training uses all 40 examples of the test split (3" in output
     report = (tmp_path / "run" / "report.html").read_text()
     assert "Accuracy" in report and "Test" in report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unweighted(npz_rows.Linear):
-    """A model that takes no weights: rows of a batch cannot be left out."""
+    """A model that takes no weights, so rows of a batch cannot be padding."""
 
     def batch_axes(self):
         return {k: v for k, v in super().batch_axes().items() if k != "weights"}
 
     def loss(self, params, batch, shard):
-        whole = batch | {"weights": np.ones(len(batch["label"]), np.float32)}
-        return super().loss(params, whole, shard)
+        weighted = batch | {"weights": np.ones(len(batch["label"]), np.float32)}
+        return super().loss(params, weighted, shard)
 
 
-def test_a_model_without_weights_takes_whole_batches(tmp_path):
+def test_a_model_without_weights_uses_full_batches(tmp_path):
     path = npz_rows.write(tmp_path / "rows.npz")
     config = npz_rows.config(path, model=Unweighted())
     split = prepare(dataclasses.replace(config, eval_batches=9), jax.devices()[:4])
     assert split.held_out["eval"].num_examples == 32
-    assert "takes 32 of its 40 examples" in "\n".join(split.describe())
+    assert "uses 32 of the 40 examples" in "\n".join(split.describe())
     with pytest.raises(ValueError, match="eval_batches=None: .* 40 examples, 8 more"):
         prepare(dataclasses.replace(config, eval_batches=None), jax.devices()[:4])
     with pytest.raises(ValueError, match="or to 0 for none"):
@@ -148,8 +150,8 @@ def test_a_split_smaller_than_a_batch(tmp_path):
     config = npz_rows.config(path)
     prepared = prepare(config, jax.devices()[:4])
     assert prepared.held_out["eval"].describe() == (
-        "Each evaluation takes all of its 3 examples (1 batches of the held-out split, "
-        f"not eval_batches={config.eval_batches})"
+        "Each evaluation uses all 3 examples of the held-out split (1 batch, not "
+        f"eval_batches={config.eval_batches})"
     )
 
 
@@ -161,10 +163,10 @@ def test_padding_counts_nothing():
     assert last["weights"].sum(axis=1).tolist() == [4, 0, 0, 0]
     assert batches.sample_ids(1).tolist() == [4, 0, 0, 0]
     np.testing.assert_array_equal(last["inputs"][1], split[0]["inputs"])
-    assert split[0]["weights"].sum() == 4  # the dataset's own are left alone
+    assert split[0]["weights"].sum() == 4  # those of the dataset are unchanged
 
 
-def test_weights_are_added_where_a_model_asks_for_them(tmp_path):
+def test_weights_are_added_for_a_model_that_takes_them(tmp_path):
     path = npz_rows.write(tmp_path / "rows.npz")
     config = npz_rows.config(path)
     rows = held_out.with_weights(config, config.data.open("train"))
@@ -175,7 +177,7 @@ def test_weights_are_added_where_a_model_asks_for_them(tmp_path):
 
 @pytest.mark.processes
 def test_a_whole_split_in_two_processes(tmp_path):
-    """Rows of the last batch that are missing lie in the second process."""
+    """The padding of the last batch is in the second process."""
     config = job_runs.write_config(tmp_path)
     (tmp_path / "small.txt").write_text("held out, but not much of it. " * 42)
     settings = (
@@ -198,7 +200,7 @@ def test_a_whole_split_in_two_processes(tmp_path):
         read.append([found.read("eval", p) for p in range(layout.num_processes)])
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
     assert rows[0]["bits_per_byte"] == pytest.approx(rows[1]["bits_per_byte"], rel=1e-5)
-    # 39 examples are two batches and 7 rows; the padding repeats the first example.
+    # 39 examples are two batches and 7 rows; the first example is the padding.
     assert len(read[0][0]) == 39
     both = read[1][0] + read[1][1]
     assert set(both) == set(range(39))

@@ -1,4 +1,4 @@
-"""Steps that fail are left out; too many in a row make a run rewind."""
+"""Failed steps are skipped; too many in a row make a run rewind."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ from meshloom.trainer.run import failed_steps, train
 
 
 class Poisoned:
-    """A dataset in which some examples have weights that are no numbers."""
+    """A dataset in which some examples have weights that are NaN."""
 
     def __init__(self, dataset: data.Dataset, bad: set[int]):
         self._dataset, self._bad = dataset, bad
@@ -37,7 +37,7 @@ class Poisoned:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source(data.Synthetic):
-    """Attributes: bad: numbers of batches that are poisoned, of 16 examples."""
+    """Poisons the batches of 16 examples whose numbers are in `bad`."""
 
     bad: tuple[int, ...] = ()
 
@@ -49,15 +49,15 @@ class Source(data.Synthetic):
         return Poisoned(dataset, bad)
 
 
-def run(folder, bad=(), should_leave=None, **settings):
-    """(state, what was said, steps of the ledger) of 12 steps, saved at 4, 8, 12."""
+def run(folder, bad=(), should_stop=None, **settings):
+    """Trains 12 steps, saved at 4, 8 and 12; returns the state and the output."""
     tiny = config_files.load([TINY], root=train.Config).config
     fields = {f.name: getattr(tiny.data, f.name) for f in dataclasses.fields(tiny.data)}
     source = Source(**fields, bad=tuple(bad))
     config = dataclasses.replace(tiny, data=source, **settings)
     console = Console(file=io.StringIO(), width=200)
     state = train.train(
-        config, workdir=folder, console=console, should_leave=should_leave
+        config, workdir=folder, console=console, should_stop=should_stop
     )
     return state, console.file.getvalue()  # type: ignore
 
@@ -67,10 +67,13 @@ def events(folder, kind):
     return [row for row in rows if row["event"] == kind]
 
 
-def test_a_failed_step_is_left_out_and_said(tmp_path):
+def test_a_failed_step_is_skipped_and_reported(tmp_path):
     state, output = run(tmp_path, bad=[4])
     assert int(state.step) == 12
-    assert "step 5 failed (loss nan, gradient's norm nan): its update is left" in output
+    assert (
+        "step 5 failed (loss nan, gradient norm nan): its update was skipped (1 in a "
+        "row; limit 10)"
+    ) in output
     rows = metrics.read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert [row["step"] for row in rows if row.get("skipped")] == [5]
@@ -81,7 +84,7 @@ def test_a_failed_step_is_left_out_and_said(tmp_path):
 
 
 def test_the_state_of_a_failed_step_is_the_one_before(tmp_path):
-    """Left out of 4 steps, the last changes nothing but the number of steps."""
+    """The last of 4 steps is skipped and changes nothing but the step count."""
     settings = {"eval_batches": 0, "save_every": 1, "keep_checkpoints": None}
     run(tmp_path / "run", bad=[3], num_steps=4, **settings)
     folder = tmp_path / "run" / "checkpoints"
@@ -93,20 +96,20 @@ def test_the_state_of_a_failed_step_is_the_one_before(tmp_path):
 def test_no_checkpoint_of_a_failed_step(tmp_path):
     _, output = run(tmp_path, bad=[7])
     assert manager.committed_steps(tmp_path / "checkpoints") == [4, 12]
-    assert "step 8 failed, so no checkpoint of it is made" in output
+    assert "step 8 failed: no checkpoint is saved" in output
 
 
-def test_a_gradient_that_explodes_is_left_out(tmp_path):
+def test_an_exploding_gradient_is_skipped(tmp_path):
     _, output = run(tmp_path, skip_grad_norm=1e-3, rewind_after=100)
-    assert output.count("its update is left out") == 12
+    assert output.count("its update was skipped") == 12
     rows = metrics.read(tmp_path / "metrics.jsonl")
     assert all(row["skipped"] and math.isfinite(row["loss"]) for row in rows)
 
 
-def test_many_in_a_row_rewind_and_pass_over_the_data(tmp_path):
+def test_many_in_a_row_rewind_and_skip_the_data(tmp_path):
     state, output = run(tmp_path, bad=[5, 6, 7], rewind_after=3)
     assert int(state.step) == 12
-    assert "Rewinding from step 8 to 4; the data of 4 batches is passed over" in output
+    assert "Rewinding from step 8 to step 4; skipping the data of 4 batches" in output
     (rewind,) = events(tmp_path, "rewind")
     assert (rewind["step"], rewind["failed_step"]) == (4, 8)
     assert rewind["skipped_batches"] == [4, 8]
@@ -119,8 +122,8 @@ def test_many_in_a_row_rewind_and_pass_over_the_data(tmp_path):
     assert not any(row.get("skipped") for row in rows)
 
 
-def test_a_run_that_goes_on_later_knows_what_was_passed_over(tmp_path):
-    """It is resumed at step 8, saved after the rewind: the same run as in one go."""
+def test_a_resumed_run_knows_which_data_was_skipped(tmp_path):
+    """Resumed at step 8, saved after the rewind, it equals the uninterrupted run."""
     bad = [5, 6, 7]
     straight, _ = run(tmp_path / "one", bad=bad, rewind_after=3)
     run(tmp_path / "two", bad=bad, rewind_after=3)
@@ -136,11 +139,11 @@ def test_a_run_that_goes_on_later_knows_what_was_passed_over(tmp_path):
     assert ledger_audit.audit(tmp_path / "two").faults == []
 
 
-def test_giving_up_where_nothing_helps(tmp_path):
+def test_giving_up_if_rewinding_does_not_help(tmp_path):
     with pytest.raises(
         FloatingPointError,
-        match=r"3 steps in a row failed, the last at step 3 with loss nan.*no earlier "
-        r"checkpoint is there to rewind to\. Lower the learning rate",
+        match=r"3 steps in a row failed, the last at step 3 with loss nan.*there is "
+        r"no earlier checkpoint to rewind to\. Lower the learning rate",
     ):
         run(tmp_path / "none", bad=range(12), rewind_after=3)
     with pytest.raises(FloatingPointError, match="1 rewind did not help"):
@@ -148,7 +151,7 @@ def test_giving_up_where_nothing_helps(tmp_path):
     assert manager.committed_steps(tmp_path / "one" / "checkpoints") == [4]
 
 
-def test_a_state_after_which_nothing_goes_well_is_abandoned(tmp_path):
+def test_a_state_after_which_no_step_succeeds_is_abandoned(tmp_path):
     with pytest.raises(FloatingPointError, match="2 rewinds did not help"):
         run(tmp_path, bad=range(8, 32), rewind_after=3, max_rewinds=2)
     folder = tmp_path / "checkpoints"
@@ -158,13 +161,13 @@ def test_a_state_after_which_nothing_goes_well_is_abandoned(tmp_path):
 
 
 def test_counting():
-    said = []
-    bad = failed_steps.FailedSteps(2, said.append)
+    log = []
+    steps = failed_steps.FailedSteps(2, log.append)
     row = {"loss": 1.0, "grad_norm": 2.0}
-    bad.see(row | {"step": 1, "skipped": 1.0})
-    bad.see(row | {"step": 2, "skipped": 0.0})
-    bad.see(row | {"step": 3, "skipped": 1.0})
-    assert bad.in_a_row == 1 and bad.any_good and len(said) == 2
+    steps.update(row | {"step": 1, "skipped": 1.0})
+    steps.update(row | {"step": 2, "skipped": 0.0})
+    steps.update(row | {"step": 3, "skipped": 1.0})
+    assert steps.consecutive == 1 and steps.any_succeeded and len(log) == 2
     with pytest.raises(failed_steps.Rewind) as caught:
-        bad.see(row | {"step": 4, "skipped": 1.0})
+        steps.update(row | {"step": 4, "skipped": 1.0})
     assert caught.value.step == 4

@@ -1,4 +1,4 @@
-"""The loop: steps run ahead, figures are fetched late, hooks come when due."""
+"""The loop: steps run ahead, metrics are fetched late, hooks are called when due."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from meshloom.trainer.run import loop
 
 @dataclasses.dataclass
 class Figure:
-    """A number on a device, which knows when it was fetched."""
+    """A number on a device that records when it is fetched."""
 
     value: int
     events: list
@@ -22,7 +22,7 @@ class Figure:
 
 
 class Machine:
-    """A step function and its log: what was dispatched, fetched and called, in order.
+    """A step function with a log of what was dispatched, fetched and called, in order.
 
     A state is the number of steps done; the loss of step n is n.
     """
@@ -71,7 +71,7 @@ def machine():
 
 
 def fetched(machine):
-    """{steps dispatched so far: the steps whose figures were fetched then}."""
+    """Returns {steps dispatched so far: the steps whose metrics were fetched then}."""
     result, num_steps = {}, 0
     for kind, step in machine.events:
         if kind == "step":
@@ -97,7 +97,7 @@ def test_each_step_is_recorded_once_in_order(machine, start, record_every, every
 
 def test_the_newest_step_is_never_waited_for(machine):
     machine.run(num_steps=11, record_every=5)
-    # Step 5 was under way when 1 to 4 were asked for, and so on.
+    # Step 5 was running when 1 to 4 were fetched, and so on.
     assert fetched(machine) == {5: [1, 2, 3, 4], 10: [5, 6, 7, 8, 9], 11: [10, 11]}
 
 
@@ -106,7 +106,7 @@ def test_recording_every_step_still_stays_one_behind(machine):
     assert fetched(machine) == {2: [1], 3: [2], 4: [3, 4]}
 
 
-def test_hooks_come_when_due_after_the_figures_of_their_step(machine):
+def test_hooks_are_called_when_due_after_the_metrics_of_their_step(machine):
     hooks = [machine.hook("save", 4), machine.hook("eval", 3), machine.hook("end", 0)]
     machine.run(num_steps=10, record_every=100, hooks=hooks)
     calls = [e for e in machine.events if e[0] not in ("step", "fetch")]
@@ -126,7 +126,7 @@ def test_hooks_come_when_due_after_the_figures_of_their_step(machine):
         assert seen == list(range(1, step + 1))
 
 
-def test_hooks_are_due_by_the_steps_done_not_by_those_of_this_run(machine):
+def test_hooks_are_due_by_the_total_number_of_steps(machine):
     machine.run(start=5, num_steps=9, hooks=[machine.hook("save", 4)])
     assert [e for e in machine.events if e[0] == "save"] == [("save", 8), ("save", 9)]
 
@@ -142,7 +142,7 @@ def test_nothing_left_to_do(machine):
     assert machine.events == []
 
 
-def test_a_record_that_refuses_ends_the_run_before_hooks(machine):
+def test_a_record_that_raises_ends_the_run_before_hooks(machine):
     record = machine.record
 
     def refuse(rows):
@@ -157,7 +157,7 @@ def test_a_record_that_refuses_ends_the_run_before_hooks(machine):
     assert ("step", 7) not in machine.events
 
 
-def test_errors_of_steps_hooks_and_data_come_through(machine):
+def test_errors_of_hooks_and_data_propagate(machine):
     def broken(step, state):
         raise OSError("disk is full")
 

@@ -1,4 +1,4 @@
-"""Copies of arrays on several devices: equal bit for bit, or the run stops."""
+"""Replicas on several devices are equal bit for bit, or the run stops."""
 
 import json
 import re
@@ -22,10 +22,10 @@ from meshloom.trainer.run import replica_check
 from meshloom.trainer.run import train as train_lib
 
 SPECS = {
-    "whole": P(),
-    "cut": P("fsdp", None),
-    "cut by two": P(None, ("tensor", "fsdp")),
-    "cut by all": P(("data", "fsdp", "tensor"), None),
+    "replicated": P(),
+    "one axis": P("fsdp", None),
+    "two axes": P(None, ("tensor", "fsdp")),
+    "all axes": P(("data", "fsdp", "tensor"), None),
 }
 
 
@@ -40,7 +40,7 @@ def placed(mesh, spec, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-def test_a_sound_state_has_no_difference(mesh, dtype):
+def test_equal_replicas_have_no_difference(mesh, dtype):
     tree = {name: placed(mesh, spec, dtype) for name, spec in SPECS.items()}
     assert replica_check.differences(tree) == []
 
@@ -48,10 +48,10 @@ def test_a_sound_state_has_no_difference(mesh, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "holders"),
-    [("whole", range(8)), ("cut", {4, 5, 0, 1}), ("cut by two", {1, 5})],
+    [("replicated", range(8)), ("one axis", {4, 5, 0, 1}), ("two axes", {1, 5})],
 )
-def test_one_bit_of_one_copy_is_found(mesh, name, holders, dtype):
-    """Only in the array and among the devices that hold the same piece as device 5."""
+def test_one_bit_of_one_replica_is_found(mesh, name, holders, dtype):
+    """Only in that array, among the devices that hold the same shard as device 5."""
     assert [d.id for d in mesh.devices.flat] == list(range(8))
     tree = {name: placed(mesh, spec, dtype) for name, spec in SPECS.items()}
     tree[name] = flipped(tree[name], 5)
@@ -63,38 +63,38 @@ def test_one_bit_of_one_copy_is_found(mesh, name, holders, dtype):
         assert odd == {5}
         assert str(found).startswith(f"{name}: device 5 (process 0) has ")
     else:
-        assert str(found).endswith("; which is right cannot be told")
+        assert str(found).endswith("; there is no majority")
         assert "device 1 (process 0) has " in str(found)
         assert "device 5 (process 0) has " in str(found)
 
 
-def test_every_group_of_copies_is_looked_at(mesh):
-    tree = {"cut by two": flipped(placed(mesh, SPECS["cut by two"]), 0, 3)}
+def test_every_shard_is_checked(mesh):
+    tree = {"two axes": flipped(placed(mesh, SPECS["two axes"]), 0, 3)}
     found = replica_check.differences(tree)
     assert [{d.id for d in one.digests} for one in found] == [{0, 4}, {3, 7}]
 
 
-def test_what_has_no_copies_is_not_digested(mesh, monkeypatch):
-    """An array cut over all devices, and any array on one device."""
+def test_arrays_without_replicas_are_not_digested(mesh, monkeypatch):
+    """An array sharded over all devices, and any array on one device."""
     monkeypatch.setattr(replica_check, "_on_each_device", None)
     alone = make_mesh()
-    tree = {"a": placed(mesh, SPECS["cut by all"]), "b": placed(alone, P())}
+    tree = {"a": placed(mesh, SPECS["all axes"]), "b": placed(alone, P())}
     assert replica_check.differences(tree) == []
 
 
 def test_the_run_stops_and_leaves_evidence(mesh, tmp_path):
     x = placed(mesh, P("fsdp", None), "bfloat16")
-    check = replica_check.CheckReplicas(10, tmp_path, process=0, sound=3)
+    check = replica_check.CheckReplicas(10, tmp_path, process=0, last_equal=3)
     check(10, State(placed(mesh, P()), {"w": x}, {}))
     bad = State(placed(mesh, P()), {"w": flipped(x, 6)}, {})
     with pytest.raises(replica_check.ReplicasDiffer) as error:
         check(20, bad)
     first, line = str(error.value).splitlines()
     assert first == (
-        "at step 20 devices that must hold the same numbers differ, in 1 pieces of "
-        "arrays. They were equal at step 10; a checkpoint saved after it may be wrong. "
-        "Leave out or mend the devices, remove those checkpoints and run again. "
-        f"Evidence: {tmp_path}/replicas-20.json and, of each process, "
+        "at step 20 replicas that must be equal differ between devices, in 1 shards. "
+        "They were equal at step 10; a checkpoint saved since may be wrong. Replace or "
+        "exclude the faulty devices, remove those checkpoints and run the same command "
+        f"again. Evidence: {tmp_path}/replicas-20.json and, for each process, "
         "replicas-20-0.npz:"
     )
     assert re.fullmatch(
@@ -110,16 +110,16 @@ def test_the_run_stops_and_leaves_evidence(mesh, tmp_path):
         assert set(copies) == {f"params/w|{device}" for device in (2, 3, 6, 7)}
         changed = copies["params/w|6"] ^ copies["params/w|2"]
     assert np.flatnonzero(changed).tolist() == [2]
-    # What was found is said also where nothing can be written.
+    # The error is raised even if no evidence can be written.
     check.folder = tmp_path / "absent"
     with pytest.raises(
-        replica_check.ReplicasDiffer, match="it could not be written .*No su"
+        replica_check.ReplicasDiffer, match="could not be written .*No such"
     ):
         check(30, bad)
 
 
 def test_a_run_checks_and_does_not_save_what_differs(tmp_path, monkeypatch, capfd):
-    """A bit of a weight flips in one device's copy after step 6."""
+    """A bit of a weight flips in one device's replica after step 6."""
     assert train_lib.Config.check_replicas_every == 100
     fault = flipping.at_step(6, lambda: jax.devices()[2])
     monkeypatch.setattr(replica_check.CheckReplicas, "__call__", fault)
@@ -131,13 +131,13 @@ def test_a_run_checks_and_does_not_save_what_differs(tmp_path, monkeypatch, capf
     assert "\nparams/embedding: device 2 (process 0) has " in error
     assert committed_steps(tmp_path / "checkpoints") == [3]
     assert (tmp_path / "replicas-6.json").exists()
-    # Without the check nobody notices, and the setting is free to change.
+    # Without the check nothing is detected; the setting may change.
     assert main([*argv, *sets_of("check_replicas_every=0", *flags)]) == 0
 
 
 @pytest.mark.processes
-def test_copies_of_several_processes(tmp_path):
-    """Sound at steps 5 and 10, then a bit flips in the last process."""
+def test_replicas_of_several_processes(tmp_path):
+    """Equal at steps 5 and 10, then a bit flips in the last process."""
     config = job_runs.write_config(tmp_path)
     settings = ("eval_batches=0", "sample_prompt=None", "save_every=5")
     settings += ("check_replicas_every=5",)
@@ -146,7 +146,7 @@ def test_copies_of_several_processes(tmp_path):
     run = job_runs.start(layout, config, tmp_path / "run", program)
     for process in run.processes:
         assert process.status == 2, process.stdout + process.stderr
-        assert "at step 15 devices that must hold" in process.stderr
+        assert "at step 15 replicas that must be equal" in process.stderr
         assert "They were equal at step 10;" in process.stderr
         line = next(x for x in process.stderr.splitlines() if x.startswith("params/"))
         assert re.match(r"params/embedding: device \d+ \(process 1\) has ", line)

@@ -1,4 +1,4 @@
-"""A run from start to end: its folder, its figures, and how it is continued."""
+"""A run from start to end: its folder, its metrics, and how it continues."""
 
 import dataclasses
 import io
@@ -22,6 +22,7 @@ from rich.console import Console
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import data
 from meshloom.trainer.checkpoint import manager
+from meshloom.trainer.commands.forecast_observer import ForecastObserver
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.config import tree as config_tree
 from meshloom.trainer.record import metrics
@@ -50,15 +51,16 @@ def config(tmp_path_factory):
 
 
 def run(config, folder, **settings):
-    """(the final state, what the user saw)."""
+    """Returns the final state, and what the user saw."""
     console = Console(file=io.StringIO(), width=200)
+    settings = {"observer": ForecastObserver()} | settings
     state = train.train(config, workdir=folder, console=console, **settings)
     return state, console.file.getvalue()  # type: ignore
 
 
 @dataclasses.dataclass
 class Stop:
-    """A hook that ends the run the hard way, with nothing tidied up after it."""
+    """A hook that aborts the run, with no cleanup after it."""
 
     every: int = STOP
 
@@ -71,7 +73,7 @@ class Stop:
 
 @pytest.fixture(scope="module")
 def straight(config, tmp_path_factory):
-    """A run without interruption on data=8: (folder, final state, output)."""
+    """An uninterrupted run on data=8: (folder, final state, output)."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     started = dataclasses.replace(config, mesh=MeshSpec(data=8))
     loaded = config_files.load([TINY], root=train.Config)
@@ -94,7 +96,7 @@ def stopped(config, tmp_path_factory):
 
 
 def figures(folder) -> dict[str, list[float]]:
-    """The figures of every step; each step is there once, in order."""
+    """Returns the metrics of every step; each step is there once, in order."""
     rows = metrics.read(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     return {name: [row[name] for row in rows] for name in FIGURES}
@@ -106,7 +108,7 @@ def evaluations(folder) -> list[tuple[int, float]]:
 
 
 def assert_same_run(folder, state, straight):
-    """Bit for bit: figures, evaluations, and everything in the final state."""
+    """Compares metrics, evaluations and the final state bit for bit."""
     expected, expected_state, _ = straight
     assert figures(folder) == figures(expected)
     assert evaluations(folder) == evaluations(expected)
@@ -197,20 +199,20 @@ def test_the_end_shows_a_sample_and_the_report(straight):
 def test_a_stopped_run_continues_bit_for_bit(config, straight, stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     state, output = run(dataclasses.replace(config, mesh=MeshSpec(data=8)), folder)
-    assert "other settings" not in output
+    assert "different settings" not in output
     assert_same_run(folder, state, straight)
 
 
 def test_a_run_continues_on_another_mesh(config, straight, stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     spec = MeshSpec(fsdp=4, tensor=2)
-    # Writers are free to change too.
+    # Writers may change too.
     moved = dataclasses.replace(config, mesh=spec, writers=("tensorboard",))
     state, output = run(moved, folder)
-    assert "Continued with other settings" in output
+    assert "Continuing with different settings" in output
     for line in ("mesh.data    8 -> 1", "mesh.fsdp    1 -> 4", "mesh.tensor  1 -> 2"):
         assert line in output
-    # Sums in another order differ in the last bits.
+    # Sums in a different order differ in the last bits.
     expected = figures(straight[0])["loss"]
     np.testing.assert_allclose(figures(folder)["loss"], expected, rtol=1e-5)
     up = state.params["blocks"]["mlp"]["down"]
@@ -233,7 +235,7 @@ def test_a_complete_run_trains_nothing(config, straight):
     )
 
 
-# Trains as the command does, and waits for its end after step 6.
+# Trains as the command does, and waits to be killed after step 6.
 SLEEPER = """
 import pathlib, pickle, sys, time
 import jax
@@ -257,7 +259,7 @@ def test_a_killed_run_continues_bit_for_bit(config, straight, tmp_path):
     started = dataclasses.replace(config, mesh=MeshSpec(data=8))
     kill_after_step_six(started, folder, tmp_path)
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "lo')  # as if it had been writing
+        file.write('{"step": 7, "lo')  # as if it was killed while writing
     state, _ = run(started, folder)
     assert_same_run(folder, state, straight)
 

@@ -1,1 +1,1 @@
-"""The subcommands of `meshloom`: flags, and what they do. cli.py puts them together."""
+"""The subcommands of `meshloom`, one per file: flags, and what they do."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .flags import add_config_flags, command
 
-FAILED = 1  # exit status where a level of any mesh fails
+FAILED = 1  # exit status if any mesh fails a level
 
 
 def add(commands) -> None:
@@ -15,7 +15,7 @@ def add(commands) -> None:
         commands,
         "certify",
         _certify,
-        "prove that a run continues exactly on other meshes; status 1 if it does not",
+        "verify that a run continues exactly on other meshes; status 1 if it does not",
     )
     add_config_flags(parser, "default", mesh=False)
     parser.add_argument(
@@ -23,11 +23,15 @@ def add(commands) -> None:
         nargs="+",
         required=True,
         metavar="SIZES",
-        help="for instance fsdp=8 data=2,tensor=4 data=4@2; @2 is in two processes; "
-        "the uninterrupted run is on the first",
+        help="for instance fsdp=8 data=2,tensor=4 data=4@2, where @2 means in two "
+        "processes; the uninterrupted run uses the first",
     )
     parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="of each run; default: 20"
+        "--steps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="steps of each run; default: 20",
     )
     parser.add_argument(
         "--save-at",
@@ -41,7 +45,7 @@ def add(commands) -> None:
         type=float,
         default=1e-5,
         metavar="X",
-        help="largest relative difference of a loss on another mesh; default: 1e-5",
+        help="largest relative difference of a loss between meshes; default: 1e-5",
     )
     parser.add_argument(
         "--run-seconds",
@@ -60,14 +64,14 @@ def add(commands) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="write the certificate there too, beside certificate.json in the workdir",
+        help="also write the certificate to FILE; it is always in the workdir",
     )
 
 
 def _certify(args: argparse.Namespace) -> int:
     import jax
 
-    # This process only checks and compares; devices are for the runs.
+    # This process only compares; the devices are left to the runs.
     jax.config.update("jax_platforms", "cpu")
     from ..verify import certify, certify_meshes
 
@@ -87,24 +91,24 @@ def _certify(args: argparse.Namespace) -> int:
         log=_log,
     )
     try:
-        found = job.run()
+        certificate = job.run()
     except certify.RunFailed as error:
         print(f"meshloom: {error}", file=sys.stderr)
         return FAILED
     if args.json:
         args.json.write_text((workdir / certify.FILE).read_text())
     print(f"certificate: {workdir / certify.FILE}")
-    print(_verdict(found))
-    return 0 if found["passed"] else FAILED
+    print(_verdict(certificate))
+    return 0 if certificate["passed"] else FAILED
 
 
 def _log(line: str) -> None:
     print(line, flush=True)
 
 
-def _verdict(found: dict) -> str:
-    failed = [row["mesh"] for row in found["meshes"] if not row["passed"]]
+def _verdict(certificate: dict) -> str:
+    failed = [row["mesh"] for row in certificate["meshes"] if not row["passed"]]
     if failed:
         return f"certify: FAILED on {', '.join(failed)}"
-    count = len(found["meshes"])
+    count = len(certificate["meshes"])
     return f"certify: state, data and trajectory hold on each of {count} meshes"

@@ -1,4 +1,4 @@
-"""The command `meshloom ckpt`: flags, and what each action prints."""
+"""The command `meshloom ckpt`: inspects, verifies, compares and exports checkpoints."""
 
 import argparse
 import logging
@@ -7,47 +7,55 @@ from pathlib import Path
 
 from .flags import command
 
-# Exit status of `verify` and `diff` that found something.
-FOUND = 1
+# Exit status of `verify` and `diff` if anything differs.
+DIFFERS = 1
 
 
 def add(commands) -> None:
     """Adds `ckpt` to the commands."""
-    parser = commands.add_parser("ckpt", help="look into checkpoints")
+    parser = commands.add_parser(
+        "ckpt", help="inspect, verify, compare and export checkpoints"
+    )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
     def action(name: str, run: Callable, help: str) -> argparse.ArgumentParser:
-        made = command(actions, name, run, help)
-        made.add_argument(
-            "run_folder", metavar="RUN", help="or the folder of one step, or gs://..."
-        )
-        return made
-
-    def step(parser: argparse.ArgumentParser) -> None:
+        parser = command(actions, name, run, help)
         parser.add_argument(
-            "--step", type=int, metavar="N", help="default: the newest committed"
+            "run_folder",
+            metavar="RUN",
+            help="a run folder, the folder of one step, or gs://...",
+        )
+        return parser
+
+    def add_step(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--step", type=int, metavar="N", help="default: the newest committed step"
         )
 
     action("ls", _ls, "list the checkpoints of a run, committed or not")
-    step(action("inspect", _inspect, "show arrays, digests and origin of one"))
+    add_step(
+        action(
+            "inspect", _inspect, "show the arrays, digests and origin of a checkpoint"
+        )
+    )
     verify = action("verify", _verify, "recompute digests; status 1 if any differs")
     verify.add_argument(
-        "--step", type=int, metavar="N", help="default: every committed one"
+        "--step", type=int, metavar="N", help="default: every committed step"
     )
-    diff = action("diff", _diff, "compare two leaf by leaf; status 1 if they differ")
+    diff = action("diff", _diff, "compare two, array by array; status 1 if they differ")
     diff.add_argument("other", metavar="OTHER")
-    step(diff)
+    add_step(diff)
     diff.add_argument("--other-step", type=int, metavar="N")
-    export = action("export", _export, "write a safetensors file")
-    step(export)
+    export = action("export", _export, "write a checkpoint as a safetensors file")
+    add_step(export)
     export.add_argument("--output", type=Path, required=True, metavar="FILE")
     export.add_argument(
-        "--all", action="store_true", help="the optimizer's state too; default: weights"
+        "--all", action="store_true", help="include the optimizer state"
     )
 
 
 def _tools():
-    # Orbax warns that a part of a checkpoint is not a checkpoint of its own.
+    # Orbax warns that a part of a checkpoint is not a checkpoint by itself.
     logging.getLogger("absl").setLevel(logging.ERROR)
     import jax
 
@@ -81,7 +89,7 @@ def _verify(args: argparse.Namespace) -> int:
             print("\n".join(f"  {line}" for line in lines))
         else:
             print(f"step {step}: {len(stored.manifest()['arrays'])} arrays as saved")
-    return FOUND if failed else 0
+    return DIFFERS if failed else 0
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -90,7 +98,7 @@ def _diff(args: argparse.Namespace) -> int:
     b = tools.Stored.find(args.other, args.other_step)
     lines = tools.diff(a, b)
     print("\n".join(lines) or "No difference.")
-    return FOUND if lines else 0
+    return DIFFERS if lines else 0
 
 
 def _export(args: argparse.Namespace) -> None:

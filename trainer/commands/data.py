@@ -14,17 +14,20 @@ def add(commands) -> None:
         actions,
         "build",
         _build,
-        "tokenize text files into ArrayRecord shards; run it again to resume",
+        "tokenize text files into ArrayRecord shards; resumes if it was interrupted",
     )
     build.add_argument(
         "--input", required=True, metavar="GLOB_OR_FOLDER", help="the text files"
     )
     build.add_argument("--output", required=True, type=Path, metavar="DIR")
     build.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json; default: bytes"
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tokenizer.json; default: bytes",
     )
     build.add_argument(
-        "--shard-size", type=int, metavar="BYTES", help="bytes of text in a shard"
+        "--shard-size", type=int, metavar="BYTES", help="bytes of text per shard"
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of jax that a command makes before it uses a device."""
+"""Configures jax before a command uses a device."""
 
 import os
 from pathlib import Path
@@ -11,17 +11,17 @@ def use_cpu(num_devices: int) -> None:
     if num_devices < 1:
         raise ValueError(f"--cpu-devices must be >= 1, got {num_devices}")
     if num_devices > 1:
-        # Each device blocks a thread of XLA's pool in every collective it waits in, and
-        # the pool has one per core: with two collectives at a time all wait forever
-        # (seen with pipelines that gather weights in each microbatch). jax reads the
-        # variable when it starts the first device.
+        # A device that waits in a collective blocks a thread of XLA's pool, which has
+        # one thread per core: with two collectives at a time it can deadlock (seen with
+        # pipelines that gather weights in each microbatch). jax reads the variable when
+        # it initializes the backend.
         os.environ.setdefault("NPROC", str(max(4 * num_devices, os.cpu_count() or 1)))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, unless jax was already told where."""
+    """Enables jax's compilation cache, unless it is already configured."""
     import jax
 
     if jax.config.values["jax_compilation_cache_dir"] is None:

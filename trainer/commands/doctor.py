@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .flags import add_config_flags, command
 
-UNFIT = 1  # exit status where there is a problem
+UNFIT = 1  # exit status if there is a problem
 
 
 def add(commands) -> None:
@@ -15,28 +15,32 @@ def add(commands) -> None:
         commands,
         "doctor",
         _doctor,
-        "look whether this machine is fit to train; status 1 if something is wrong",
+        "check whether this machine is ready to train; status 1 if something is wrong",
     )
     add_config_flags(parser, None, mesh=False)
     parser.add_argument(
         "--workdir", type=Path, metavar="DIR", help="the run folder; default: runs"
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--address", help="to listen on; default: that of the host name")
-    where.add_argument("--interface", metavar="NAME", help="the same, such as eth0")
+    where.add_argument(
+        "--address", help="address to listen on; default: that of the host name"
+    )
+    where.add_argument(
+        "--interface", metavar="NAME", help="the same by interface, such as eth0"
+    )
     parser.add_argument(
         "--port",
         type=int,
         default=0,
         metavar="N",
-        help="of the coordinator; default: any that is free",
+        help="port of the coordinator; default: any that is free",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=20.0,
         metavar="S",
-        help="for jax to start and the data to open; default: 20",
+        help="how long jax may take to start, and the data to open; default: 20",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -55,7 +59,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be 0 to 65535, got {args.port}")
     if args.seconds <= 0:
-        raise ValueError(f"--seconds must be more than 0, got {args.seconds:g}")
+        raise ValueError(f"--seconds must be > 0, got {args.seconds:g}")
     if args.set and not args.config:
         raise ValueError("--set changes a config; give it with --config")
     probe = ProbeProcess("devices", environ=os.environ, seconds=args.seconds)
@@ -67,7 +71,7 @@ def _doctor(args: argparse.Namespace) -> int:
     name = socket.gethostname()
     addresses = doctor_network.resolve(name)
 
-    def of_the_config() -> Iterator[doctor.Finding]:
+    def check_config() -> Iterator[doctor.Finding]:
         if config is not None:
             yield from _config(config.result())
 
@@ -93,7 +97,7 @@ def _doctor(args: argparse.Namespace) -> int:
                     "run folder", args.workdir or Path("runs")
                 ),
             ),
-            ("config", of_the_config),
+            ("config", check_config),
             ("devices", lambda: doctor_machine.devices(probe.result(), os.environ)),
         ]
     )
@@ -115,7 +119,7 @@ def _config(answer: dict) -> Iterator:
     if folder is None:
         yield Finding("checkpoints", "in the run folder")
     elif "exists" in answer:
-        words = "is there" if answer["exists"] else "can be reached, and is to be made"
-        yield Finding("checkpoints", f"{folder} {words}")
+        status = "exists" if answer["exists"] else "can be reached, and will be created"
+        yield Finding("checkpoints", f"{folder} {status}")
     else:
         yield from doctor_storage.folder("checkpoints", Path(folder))

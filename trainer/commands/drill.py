@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .flags import command
 
-FAILED = 1  # exit status where a fault was not recovered from
+FAILED = 1  # exit status if the job did not recover from a fault
 
 
 def add(commands) -> None:
@@ -14,33 +14,33 @@ def add(commands) -> None:
         commands,
         "drill",
         _drill,
-        "strike a job on this machine with faults, and prove that it comes back "
+        "inject faults into a job on this machine, and verify that it recovers "
         "exactly; status 1 if it does not",
     )
     parser.add_argument(
         "--config", action="append", metavar="NAME_OR_FILE", help="default: drill"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="as of train"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="as for train"
     )
     parser.add_argument(
         "--mesh",
         nargs="+",
         default=[""],
         metavar="SIZES[@PROCESSES]",
-        help="as of train; data=2,fsdp=2@4 is in 4 processes. Of several, a table",
+        help="as for train; data=2,fsdp=2@4 means in 4 processes; may be several",
     )
     parser.add_argument(
-        "--faults", nargs="+", metavar="NAME", help="some of them; default: all"
+        "--faults", nargs="+", metavar="NAME", help="the faults to inject; default: all"
     )
-    parser.add_argument("--list", action="store_true", help="name the faults and stop")
+    parser.add_argument("--list", action="store_true", help="list the faults and exit")
     for flag, default, what in (
-        ("--processes", 2, "of the job"),
-        ("--cpu-devices", 1, "in each process"),
-        ("--steps", 600, "of each run"),
-        ("--save-every", 25, "steps"),
-        ("--soak", 0, "instead of the faults, this many kills at random moments"),
-        ("--seed", 0, "of the moments"),
+        ("--processes", 2, "processes of the job"),
+        ("--cpu-devices", 1, "devices of each process"),
+        ("--steps", 600, "steps of each run"),
+        ("--save-every", 25, "steps between checkpoints"),
+        ("--soak", 0, "instead of the faults, this many kills at random times"),
+        ("--seed", 0, "of these times"),
     ):
         parser.add_argument(
             flag,
@@ -53,7 +53,7 @@ def add(commands) -> None:
         "--every",
         type=float,
         metavar="S",
-        help="seconds between the kills of a soak; default: soon after each return",
+        help="seconds between the kills of a soak; default: soon after each recovery",
     )
     parser.add_argument(
         "--workdir", type=Path, default=Path("runs", "drill"), metavar="DIR"
@@ -73,7 +73,7 @@ def _drill(args: argparse.Namespace) -> int:
     names = args.faults or list(FAULTS)
     if unknown := [name for name in names if name not in FAULTS]:
         raise ValueError(
-            f"fault {unknown[0]!r} is unknown; meshloom drill --list names them all"
+            f"{unknown[0]!r} is not a fault; meshloom drill --list lists them all"
         )
     specs = [_job_spec(args, mesh) for mesh in args.mesh]
     if args.soak and len(specs) > 1:

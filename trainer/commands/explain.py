@@ -18,7 +18,7 @@ def add(commands) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
-        "--against", metavar="SIZES", help="show what differs from this other mesh"
+        "--against", metavar="SIZES", help="show what differs from another mesh"
     )
 
 
@@ -45,10 +45,10 @@ def _explain(args: argparse.Namespace) -> None:
     print(layout.params.summary())
     print(
         f"optimizer state: {human_bytes(layout.opt_state.bytes)}, "
-        f"{human_bytes(layout.opt_state.bytes_per_device)} a device"
+        f"{human_bytes(layout.opt_state.bytes_per_device)} per device"
     )
     if layout.variables.arrays:
-        print(f"variables, not trained:\n{layout.variables}")
+        print(f"variables (not trained):\n{layout.variables}")
     used = layout.params.used | layout.opt_state.used | layout.variables.used
     for note in lint(rules, used, layout.params.mesh):
         if not note.startswith("never used"):  # activations are not listed here
@@ -56,7 +56,7 @@ def _explain(args: argparse.Namespace) -> None:
 
 
 def _chosen(config, mesh) -> str:
-    """Returns what `train` would choose on a mesh of devices like those here."""
+    """Returns a line about what `train` would choose on devices like the local ones."""
     import jax
 
     from ...sharding.mesh import mesh_sizes
@@ -66,7 +66,7 @@ def _chosen(config, mesh) -> str:
 
 
 def _without_devices(spec):
-    """Makes a mesh of devices that need not exist; -1 takes those that do."""
+    """Returns a mesh without devices; an axis of -1 counts the local ones."""
     import jax
 
     from ...sharding.mesh import AXES

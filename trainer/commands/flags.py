@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the config that they describe."""
+"""Flags that several commands share, and the config they describe."""
 
 import argparse
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def add_config_flags(
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="change one value, for instance --set model.num_layers=4; may be repeated",
+        help="override one value, such as --set model.num_layers=4; may be repeated",
     )
     if mesh:
         parser.add_argument(
             "--mesh",
             metavar="SIZES",
-            help="the mesh instead of the config's, such as data=2,fsdp=2,tensor=2",
+            help="override the mesh of the config, such as data=2,fsdp=2,tensor=2",
         )
 
 
@@ -50,7 +50,7 @@ def config_names(args: argparse.Namespace) -> list[str]:
 def check_early(args: argparse.Namespace):
     """Checks the flags that need no heavy import; returns the mesh of --mesh, if any.
 
-    The rest needs the classes of the config, whose imports take a second.
+    The other checks need the classes of the config, which take a second to import.
     """
     config_files.check_syntax(config_names(args), args.set)
     if args.mesh is None:

@@ -17,11 +17,13 @@ def add(commands) -> None:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--tokens", type=int, default=256, metavar="N")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token"
+        "--temperature", type=float, default=0.8, help="0 picks the likeliest token"
     )
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--step", type=int, metavar="N", help="default: the newest")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="default: the newest checkpoint"
+    )
     parser.add_argument(
         "--mesh",
         default="fsdp=-1",
@@ -41,20 +43,21 @@ def _generate(args: argparse.Namespace) -> None:
     from ..run.train import Config
 
     if args.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
+        raise ValueError(f"--tokens must be >= 1, got {args.tokens}")
     folder = run_folder.RunFolder(args.run_folder)
     text = folder.path / run_folder.CONFIG_GIN
     steps = manager.committed_steps(folder.checkpoints)
     if not text.exists() or not steps:
         raise ValueError(
-            f"{folder.path} holds no trained model: expected {run_folder.CONFIG_GIN} "
-            "and a checkpoint. Name the folder of a run that has saved one."
+            f"{folder.path} does not contain a trained model: expected "
+            f"{run_folder.CONFIG_GIN} and a checkpoint. Give the folder of a run that "
+            "has saved one."
         )
     step = steps[-1] if args.step is None else args.step
     if step not in steps:
         raise ValueError(
             f"{folder.path} has no checkpoint of step {step}; it has "
-            f"{', '.join(map(str, steps))}. Give --step one of these, or leave it out."
+            f"{', '.join(map(str, steps))}. Pass one of these as --step, or omit it."
         )
     use_compilation_cache()
     config = config_files.load([str(text)], root=Config).config

@@ -7,7 +7,7 @@ from .flags import command
 def add(commands) -> None:
     """Adds `launch` to the commands, with an action for each target."""
     parser = commands.add_parser(
-        "launch", help="start the processes of a job, and bring them back"
+        "launch", help="start the processes of a job, and restart them if they fail"
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for target in (local, slurm, mpi, ssh, k8s):

@@ -9,7 +9,7 @@ from .flags import command
 def add(commands) -> None:
     """Adds `report` to the commands."""
     parser = command(
-        commands, "report", _report, "write a run's report as one HTML file"
+        commands, "report", _report, "write the report of a run as one HTML file"
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN")
     parser.add_argument("--output", type=Path, metavar="FILE")

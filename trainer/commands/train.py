@@ -15,14 +15,14 @@ from .flags import add_config_flags, check_early, command, config_names, load
 def add(commands) -> None:
     """Adds `train` to the commands."""
     parser = command(
-        commands, "train", run, "train a model; with no arguments, the default one"
+        commands, "train", run, "train a model; without arguments, the default one"
     )
     add_config_flags(parser, "default")
     parser.add_argument(
         "--workdir",
         type=Path,
         metavar="DIR",
-        help="the run folder, continued if it exists; default: runs/CONFIG",
+        help="the run folder; an existing run continues; default: runs/CONFIG",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="the number of updates")
     parser.add_argument(
@@ -34,7 +34,7 @@ def add(commands) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything and show the plan; write and train nothing",
+        help="check everything and show the plan, without writing or training",
     )
     parser.add_argument(
         "--insist",
@@ -44,14 +44,14 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if process_env.find(os.environ) is None:  # processes of a job fail together, below
+    if process_env.find(os.environ) is None:  # a job's processes fail together, below
         check_early(args)
     from ..job import joining, preemption
     from ..plan.choosing import choose_here
     from ..record.invocation import Invocation
     from ..record.phases import Phases
     from ..run import train as train_lib
-    from .observing import Forecasting
+    from .forecast_observer import ForecastObserver
 
     invocation = Invocation.of(sys.argv[1:], os.environ, end=os._exit)
     phases = Phases(invocation.attempt)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         _dry_run(loaded.config, workdir, group, args.insist)
         return DONE
-    with preemption.listening(group, os._exit) as should_leave:
+    with preemption.listening(group, os._exit) as should_stop:
         try:
             train_lib.train(
                 loaded.config,
@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
                 insist=args.insist,
                 group=group,
                 invocation=invocation,
-                should_leave=should_leave,
+                should_stop=should_stop,
                 phases=phases,
                 choose=choose_here,
-                observer=Forecasting(),
+                observer=ForecastObserver(),
             )
         except preemption.Preempted as error:
             print(f"meshloom: {error}. Run the same command again to continue.")
@@ -92,16 +92,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files.Loaded:
-    """Gives each process of a shrunken job more microbatches instead of larger ones.
+    """Uses more microbatches if the job runs with fewer processes than it was given.
 
-    The batch stays the same, and so does the memory that a device needs. A model with
-    variables is left as it is: a batch norm would compute something else.
+    The batch stays the same, and so does the memory per device. A model with variables
+    keeps its microbatches: a batch norm would compute something else.
     """
     from ..program import contract
 
     full = int(os.environ.get("MESHLOOM_FULL_PROCESSES", now))
     config = loaded.config
-    if full <= now or config.mesh.pipe != 1:  # a pipeline chooses its own microbatches
+    if full <= now or config.mesh.pipe != 1:  # a pipeline chooses its own number
         return loaded
     if contract.has_variables(config.model):
         return loaded
@@ -136,7 +136,7 @@ def _dry_run(config, workdir: Path, group, insist: bool) -> None:
             "data", lambda: data_identity.view(data), data_identity.readers
         )["readers"]
         data_identity.establish(
-            data, group, readers, folder.path, saved, insist=insist, say=print
+            data, group, readers, folder.path, saved, insist=insist, log=print
         )
     for line in prepared.describe():
         print(line)

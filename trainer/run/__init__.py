@@ -1,1 +1,1 @@
-"""A run: from a config to a trained state, and all that happens on the way."""
+"""A run: from a config to a trained state, with everything in between."""

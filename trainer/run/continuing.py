@@ -1,4 +1,4 @@
-"""What may differ when a run is continued: settings, and how long it is."""
+"""Which settings may change when a run is continued."""
 
 from typing import TYPE_CHECKING
 
@@ -8,15 +8,15 @@ from ..checkpoint.manager import latest_step
 from ..config import tree as config_tree
 from ..program import contract
 from ..record.run_folder import RunFolder
-from . import prolonging
+from . import extending
 
 if TYPE_CHECKING:
     from .train import Config
 
-# Fields that change how a run is computed, saved or shown, and not what it computes:
-# a run folder may be continued with other values of these.
+# Fields that change how a run is computed, saved or shown, but not what it computes: a
+# run may be continued with other values of these.
 FREE_FIELDS = (
-    prolonging.FIELD,  # with a check of its own
+    extending.FIELD,  # has a check of its own
     "mesh",
     "plan",
     "rules",
@@ -43,7 +43,10 @@ FREE_FIELDS = (
 
 
 def free_fields(config: "Config") -> tuple[str, ...]:
-    """Those that may change: by microbatch, a batch norm computes something else."""
+    """Returns the fields that may change.
+
+    With variables, the number of microbatches may not: a batch norm depends on it.
+    """
     fixed = ("num_microbatches",) if contract.has_variables(config.model) else ()
     return tuple(name for name in FREE_FIELDS if name not in fixed)
 
@@ -51,17 +54,19 @@ def free_fields(config: "Config") -> tuple[str, ...]:
 def check(
     config: "Config", folder: RunFolder, saved: epath.Path, *, insist: bool
 ) -> list[str]:
-    """Returns what to say of a config that differs from the folder's.
-
-    Raises where it would compute something else, unless told to `insist`.
+    """Returns lines that describe how a config differs from the folder's.
 
     Args:
-      saved: where the checkpoints are.
+      saved: the folder of the checkpoints.
+      insist: accept a config that computes something else.
+
+    Raises:
+      ValueError: it computes something else, and `insist` is false.
     """
     changes = folder.check(config, free=free_fields(config), insist=insist)
     if not changes:
         return []
     done = latest_step(saved)
-    lines = prolonging.check(changes, config.schedule, done, insist=insist)
+    lines = extending.check(changes, config.schedule, done, insist=insist)
     text = config_tree.format_diff(changes)
-    return [f"Continued with other settings:\n{text}", *lines]
+    return [f"Continuing with different settings:\n{text}", *lines]

@@ -1,11 +1,11 @@
-"""What data a run is trained on: a digest of the contents of each split.
+"""The identity of the data a run is trained on: a digest of the contents of each split.
 
-A dataset that is made of files says which (`files`), and their contents are read once;
-sizes and times kept beside the run tell a resume which of them to read again. One that
-knows its own digest gives it in `describe`. Of any other the examples themselves are
-read, at most MAX_EXAMPLES of each split, evenly spread.
+A dataset made of files lists them (`files`), and their contents are read once; a resume
+reads only the files whose size or time differs from those in the run folder. A dataset
+that knows its own digest returns it in `describe`. For any other the examples
+themselves are read, at most MAX_EXAMPLES of each split, evenly spaced.
 
-A run goes on with the data that it began with, or is told to go on with other data.
+A run continues with the data it was started with, unless the user insists.
 """
 
 import dataclasses
@@ -31,19 +31,21 @@ from ..record.file_digests import Stamp
 FILE = "data.json"
 FORMAT = 1
 MAX_EXAMPLES = 65536
-# Files of a change that are named; the rest is counted.
+# How many files of a change are named; the rest is counted.
 MAX_NAMES = 4
-# For the slowest host to read its data once; the others wait.
+# How long the others wait for the slowest host to read its data once.
 READ_SECONDS = 12 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A split as it is now.
+    """A split in its present state.
 
     Attributes:
-      files: {name: stamp}; {} where it does not say which files it is made of, and in
-        processes that have left the reading to another.
+      digest: of its contents.
+      examples: how many it has.
+      files: {name: stamp}; empty if it does not list its files, and in processes that
+        left the reading to another one.
     """
 
     digest: str
@@ -56,20 +58,25 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The data of a run, by split, and how it differs from what the run had before."""
+    """The data of a run by split, and how it differs from what the run had before.
+
+    Attributes:
+      changes: one entry for each split that changed.
+      is_reader: whether this process has read the files for its host.
+    """
 
     splits: Mapping[str, Split]
     changes: tuple[dict[str, Any], ...] = ()
-    is_reader: bool = True  # whether this process has read files for its host
+    is_reader: bool = True
 
     def facts(self) -> dict[str, dict[str, Any]]:
         return {name: split.facts() for name, split in self.splits.items()}
 
-    def words(self) -> str:
-        return "\n".join(map(_change_words, self.changes))
+    def describe_changes(self) -> str:
+        return "\n".join(map(_describe, self.changes))
 
     def write(self, folder: Path, process: int) -> None:
-        """Keeps it in the run folder: process 0 for the run, others for their host."""
+        """Writes it to the run folder: process 0 for the run, others for their host."""
         if not self.is_reader:
             return
         path = Path(folder) / (FILE if process == 0 else f"data-{process}.json")
@@ -79,7 +86,7 @@ class Identity:
             | {"files": {k: dataclasses.astuple(v) for k, v in split.files.items()}}
             for name, split in self.splits.items()
         }
-        # A split that is not used now is what it was.
+        # A split that is not used now keeps its entry.
         document = {"format": FORMAT, "splits": before["splits"] | splits}
         replace_text(path, json.dumps(document) + "\n")
 
@@ -91,7 +98,7 @@ def view(datasets: Mapping[str, Dataset]) -> Report:
 
 
 def readers(views: Sequence[Report]) -> Report:
-    """For each process, picks the first of its host that sees the same files."""
+    """Picks for each process the first one on its host that sees the same files."""
     first: dict[tuple[str, str], int] = {}
     keys = [(report["host"], report["files"]) for report in views]
     for process, key in enumerate(keys):
@@ -107,13 +114,13 @@ def establish(
     checkpoints: epath.Path,
     *,
     insist: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Identity:
     """Reads the data where needed and compares it with what the run had before.
 
     Every process must call this. Process 0 compares, and all raise ValueError if the
-    data has changed; whether all hosts have the same data is checked by the preflight.
-    Writes nothing.
+    data has changed; the preflight checks that all hosts have the same data. Writes
+    nothing.
 
     Args:
       readers: for each process, the one that reads for it.
@@ -127,7 +134,7 @@ def establish(
         if group.is_first:
             before.update(_before(folder, checkpoints))
         if reader == group.index:
-            splits.update(_splits(datasets, _kept(folder), say))
+            splits.update(_splits(datasets, _known_stamps(folder), log))
         return {name: split.facts() for name, split in splits.items()}
 
     def judge(reports: list[Report]) -> Report:
@@ -146,12 +153,12 @@ def establish(
 
 
 def _listing(datasets: Mapping[str, Dataset]) -> list[Any]:
-    """Where the files are and what they look like from outside."""
-    found = []
-    for name, data in datasets.items():
-        for path in _files(data).values():
-            found.append([name, path, *file_digests.stat(path)])
-    return found
+    """Returns the paths, sizes and times of all files."""
+    return [
+        [name, path, *file_digests.stat(path)]
+        for name, data in datasets.items()
+        for path in _files(data).values()
+    ]
 
 
 def _files(data: Dataset) -> Mapping[str, str]:
@@ -161,36 +168,36 @@ def _files(data: Dataset) -> Mapping[str, str]:
 
 def _splits(
     datasets: Mapping[str, Dataset],
-    kept: Mapping[str, list[Stamp]],
-    say: Callable[[str], None],
+    known: Mapping[str, list[Stamp]],
+    log: Callable[[str], None],
 ) -> dict[str, Split]:
-    found = {}
+    splits = {}
     for name, data in datasets.items():
         if files := _files(data):
-            stamps = file_digests.read(files, kept, say)
-            kept = {**kept, **{k: [v, *kept.get(k, [])] for k, v in stamps.items()}}
-            whole = _digest_of("".join(s.digest for s in stamps.values()))
-            found[name] = Split(whole, len(data), stamps)
+            stamps = file_digests.read(files, known, log)
+            known = {**known, **{k: [v, *known.get(k, [])] for k, v in stamps.items()}}
+            digest = _digest_of("".join(s.digest for s in stamps.values()))
+            splits[name] = Split(digest, len(data), stamps)
         elif (own := data.describe().get("digest")) is not None:
-            found[name] = Split(str(own), len(data))
+            splits[name] = Split(str(own), len(data))
         else:
-            found[name] = Split(_digest_of_examples(name, data, say), len(data))
-    return found
+            splits[name] = Split(_digest_of_examples(name, data, log), len(data))
+    return splits
 
 
 def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _digest_of_examples(name: str, data: Dataset, say: Callable[[str], None]) -> str:
+def _digest_of_examples(name: str, data: Dataset, log: Callable[[str], None]) -> str:
     size = len(data)
     numbers = range(size)
     if size > MAX_EXAMPLES:
         numbers = np.linspace(0, size - 1, MAX_EXAMPLES).astype(np.int64).tolist()
-        say(
+        log(
             f"The digest of split {name!r} covers {MAX_EXAMPLES:,} of its {size:,} "
-            "examples, evenly spread. Let the dataset have a method `files` or a "
-            "digest in `describe` to cover all (docs/data.md)."
+            "examples, evenly spaced. Give the dataset a method `files` or a digest in "
+            "`describe` to cover all of them (docs/data.md)."
         )
     digest = hashlib.sha256(f"{size}\n".encode())
     for i in numbers:
@@ -206,45 +213,45 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text())
-        if found["format"] == FORMAT:
-            return found
-        reason = f"format {found['format']!r} instead of {FORMAT}"
+        document = json.loads(path.read_text())
+        if document["format"] == FORMAT:
+            return document
+        reason = f"format {document['format']!r} instead of {FORMAT}"
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise ValueError(
-        f"{path} is no record of a run's data ({reason}). Remove it if this run's data "
-        "is surely what it was."
+        f"{path} is not a record of a run's data ({reason}). Remove it if you are sure "
+        "that the data of this run has not changed."
     )
 
 
-def _kept(folder: Path) -> dict[str, list[Stamp]]:
-    """The stamps that earlier attempts have left, of every host's copies."""
-    found: dict[str, list[Stamp]] = {}
+def _known_stamps(folder: Path) -> dict[str, list[Stamp]]:
+    """Returns the stamps that earlier attempts have written, on every host."""
+    stamps: dict[str, list[Stamp]] = {}
     for path in [Path(folder) / FILE, *sorted(Path(folder).glob("data-*.json"))]:
         for split in (_read(path) or {"splits": {}})["splits"].values():
             for name, stamp in split["files"].items():
-                found.setdefault(name, []).append(Stamp(*stamp))
-    return found
+                stamps.setdefault(name, []).append(Stamp(*stamp))
+    return stamps
 
 
 def _before(folder: Path, checkpoints: epath.Path) -> dict[str, Any]:
-    """The splits as the run last had them; {} where it has said nothing of them."""
-    if (found := _read(Path(folder) / FILE)) is not None:
-        return found["splits"]
+    """Returns the splits as the run last had them; {} if they are not recorded."""
+    if (document := _read(Path(folder) / FILE)) is not None:
+        return document["splits"]
     if (step := latest_step(checkpoints)) is not None:
         try:
             return manifest.read(checkpoints, step)["data"].get("splits", {})
         except CorruptCheckpoint:
-            return {}  # the restore says so, and takes another
+            return {}  # the restore reports it and takes another one
     return {}
 
 
 def _changes(
     before: Mapping[str, Any], now: Mapping[str, Split]
 ) -> list[dict[str, Any]]:
-    """How splits differ, those that are in both."""
-    found = []
+    """Returns how the splits that are in both differ."""
+    changes = []
     for name, split in now.items():
         old = before.get(name)
         if old is None or old["digest"] == split.digest:
@@ -264,14 +271,14 @@ def _changes(
                     if k in files and Stamp(*files[k]).digest != stamp.digest
                 ],
             }
-        found.append(change)
-    return found
+        changes.append(change)
+    return changes
 
 
-def _change_words(change: Mapping[str, Any]) -> str:
+def _describe(change: Mapping[str, Any]) -> str:
     old, new = change["examples"]
     count = (
-        f"{new:,} examples as before" if old == new else f"{old:,} -> {new:,} examples"
+        f"{new:,} examples, as before" if old == new else f"{old:,} -> {new:,} examples"
     )
     parts = [count]
     for what, names in change.get("files", {}).items():
@@ -290,9 +297,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _refusal(folder: Path, changes: Sequence[Mapping[str, Any]]) -> str:
-    lines = "\n".join(map(_change_words, changes))
+    lines = "\n".join(map(_describe, changes))
     return (
-        f"the data is not what run folder {folder} was trained on. Bring it back, "
-        "choose another --workdir, or pass --insist to continue with the data as it is "
+        f"the data is not what run folder {folder} was trained on. Restore it, choose "
+        "another --workdir, or pass --insist to continue with the data as it is "
         f"now:\n{lines}"
     )

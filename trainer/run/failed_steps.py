@@ -1,7 +1,7 @@
-"""Steps that failed: each is left out, and too many in a row make the run rewind.
+"""Counts failed steps: each is skipped, and too many in a row make the run rewind.
 
-The step itself leaves its update out, on all devices alike (program/step.py). Here they
-are counted. All processes see the same figures of the same steps, so all decide alike.
+The step itself skips its update, on all devices (program/step.py). All processes see
+the same metrics of the same steps, so all of them reach the same decision.
 """
 
 import dataclasses
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class Rewind(Exception):
-    """Too many failed steps in a row, the last of them `step`."""
+    """Too many steps in a row have failed, the last of them `step`."""
 
-    def __init__(self, step: int, words: str):
-        super().__init__(words)
-        self.step, self.words = step, words
+    def __init__(self, step: int, reason: str):
+        super().__init__(reason)
+        self.step, self.reason = step, reason
 
 
 @dataclasses.dataclass
@@ -22,40 +22,41 @@ class FailedSteps:
     """Counts failed steps.
 
     Attributes:
-      limit: so many in a row raise Rewind.
-      say: takes a line for a person.
-      in_a_row: up to the newest step that is known.
-      any_good: whether a step went well since this began.
+      limit: this many in a row raise Rewind.
+      log: called with a line about each failed step.
+      consecutive: how many have failed in a row, up to the newest step.
+      any_succeeded: whether any step has succeeded.
     """
 
     limit: int
-    say: Callable[[str], None]
-    in_a_row: int = 0
-    any_good: bool = False
+    log: Callable[[str], None]
+    consecutive: int = 0
+    any_succeeded: bool = False
 
-    def see(self, row: Mapping[str, Any]) -> None:
-        """Takes the figures of the next step."""
-        if not row["skipped"]:
-            self.in_a_row, self.any_good = 0, True
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """Counts the next step; raises Rewind at the limit."""
+        if not metrics["skipped"]:
+            self.consecutive, self.any_succeeded = 0, True
             return
-        self.in_a_row += 1
-        step = int(row["step"])
-        words = f"loss {row['loss']:.6g}, gradient's norm {row['grad_norm']:.6g}"
-        self.say(
-            f"step {step} failed ({words}): its update is left out "
-            f"({self.in_a_row} in a row of {self.limit})"
+        self.consecutive += 1
+        step = int(metrics["step"])
+        loss, grad_norm = metrics["loss"], metrics["grad_norm"]
+        reason = f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
+        self.log(
+            f"step {step} failed ({reason}): its update was skipped "
+            f"({self.consecutive} in a row; limit {self.limit})"
         )
-        if self.in_a_row >= self.limit:
-            raise Rewind(step, words)
+        if self.consecutive >= self.limit:
+            raise Rewind(step, reason)
 
 
 def give_up(rewind: Rewind, limit: int, num_rewinds: int) -> FloatingPointError:
-    """The error where rewinding did not help, or there is nothing to rewind to."""
-    tried = "no earlier checkpoint is there to rewind to"
+    """Returns the error if rewinding did not help, or was not possible."""
+    tried = "there is no earlier checkpoint to rewind to"
     if num_rewinds:
         tried = f"{num_rewinds} rewind{'s' * (num_rewinds > 1)} did not help"
     return FloatingPointError(
         f"{limit} steps in a row failed, the last at step {rewind.step} with "
-        f"{rewind.words}; {tried}. Lower the learning rate (schedule.peak), clip "
-        "gradients (max_grad_norm), or look at the data of these steps (ledger.jsonl)."
+        f"{rewind.reason}; {tried}. Lower the learning rate (schedule.peak), clip "
+        "gradients (max_grad_norm), or inspect the data of these steps (ledger.jsonl)."
     )

@@ -1,6 +1,6 @@
-"""What a run shows at its end: a sample, and what its observer adds.
+"""The end of a run: a sample, and what its observer adds.
 
-Everything is saved by then, so nothing here fails the run: what goes wrong is a warning
+Everything is saved by then, so nothing here fails the run: an error becomes a warning
 on the terminal and in the ledger.
 """
 
@@ -16,45 +16,43 @@ from ..record.ledger import Ledger
 from ..record.run_folder import RunFolder
 from . import sampling
 from .prepare import Prepared
+from .run import Run
 
 
 class Observer(Protocol):
-    """Who watches a run from outside, and says what it makes of it."""
+    """Watches a run without taking part in it."""
 
-    def begins(
+    def on_start(
         self, prepared: Prepared, folder: RunFolder, start: int, hosts: Sequence[str]
     ) -> str:
         """Called before the first step; returns a line to print."""
         ...
 
-    def ended(
+    def on_end(
         self, prepared: Prepared, folder: RunFolder
     ) -> Iterable[tuple[str, Callable[[], Iterable[str]]]]:
-        """Returns what is to be done at the end: in words, and a function of lines."""
+        """Returns tasks for the end: a description, and a function that returns lines.
+
+        The description completes the sentence "could not ...".
+        """
         ...
 
 
-def finish(
-    prepared: Prepared,
-    folder: RunFolder,
-    state: State,
-    observer: Observer | None,
-    ledger: Ledger,
-    console: Console,
-) -> None:
-    """Shows the end of a run; every process must call this."""
-    with _warns("generate the sample", ledger, console):
+def finish(run: Run, state: State, observer: Observer | None) -> None:
+    """Prints a sample, and runs the observer's tasks. Every process must call this."""
+    prepared, folder, console = run.prepared, run.folder, run.console
+    with _warn_on_error("generate the sample", run.ledger, console):
         _sample(prepared, folder, state, console)
     saved = storage.checkpoints_of(folder.path, prepared.config.checkpoint_folder)
     console.print(f"Checkpoints: {saved}")
-    for what, do in observer.ended(prepared, folder) if observer else ():
-        with _warns(what, ledger, console):
-            for line in do():
+    for description, task in observer.on_end(prepared, folder) if observer else ():
+        with _warn_on_error(description, run.ledger, console):
+            for line in task():
                 console.print(line, markup=False)
 
 
 @contextlib.contextmanager
-def _warns(what: str, ledger: Ledger, console: Console) -> Iterator[None]:
+def _warn_on_error(what: str, ledger: Ledger, console: Console) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -63,7 +61,7 @@ def _warns(what: str, ledger: Ledger, console: Console) -> Iterator[None]:
             f"warning: could not {what} ({reason}). The run is complete and saved.",
             markup=False,
         )
-        with contextlib.suppress(OSError):  # said above, and the disk may be full
+        with contextlib.suppress(OSError):  # printed above, and the disk may be full
             ledger.event("warning", text=f"could not {what}: {reason}")
 
 

@@ -1,8 +1,8 @@
-"""Splits that are evaluated and never trained on: how much of each, and how.
+"""Splits that are evaluated and never trained on, and how much of each is used.
 
-The last batch of a split may lack rows. They are filled with the first example, at a
-weight of 0, which takes a model that knows an array `weights`. For another model whole
-batches are evaluated, and what they leave out is said.
+The last batch of a split may be short. It is padded with the first example at a weight
+of 0, if the model takes an array `weights`. For another model only full batches are
+evaluated, and the log says how many examples they cover.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .train import Config
 
 Name = Literal["eval", "test"]
-# What settings and lines call the splits.
+# The names of the splits in settings and in the log.
 SETTINGS: dict[Name, str] = {"eval": "eval_batches", "test": "test_batches"}
-WORDS: dict[Name, str] = {"eval": "held-out", "test": "test"}
+TITLES: dict[Name, str] = {"eval": "held-out", "test": "test"}
 
 _ONE: Any = {WEIGHTS: np.float32(1)}
 
 
 class Weighted:
-    """A dataset whose examples get a weight of 1, for a model that asks for one."""
+    """A dataset whose examples get a weight of 1, for a model that takes weights."""
 
     def __init__(self, dataset: Dataset):
         self._dataset = dataset
@@ -47,59 +47,59 @@ class Weighted:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """An opened split, and what an evaluation takes of it.
+    """An open split, and how much of it an evaluation uses.
 
     Attributes:
-      num_batches: of config.batch_size; the last may be padded.
-      num_examples: that they hold.
-      asked: the setting; None for all batches.
+      num_batches: batches of config.batch_size; the last may be padded.
+      num_examples: examples in these batches, without padding.
+      requested: the value of the setting; None for all batches.
     """
 
     name: Name
     data: Dataset
     num_batches: int
     num_examples: int
-    asked: int | None = None
+    requested: int | None = None
 
     def describe(self) -> str:
-        covered = f"{self.num_examples:,} of its {len(self.data):,} examples"
+        covered = f"{self.num_examples:,} of the {len(self.data):,} examples"
         if self.num_examples == len(self.data):
-            covered = f"all of its {len(self.data):,} examples"
+            covered = f"all {len(self.data):,} examples"
         when = "Each evaluation" if self.name == "eval" else "The test after training"
-        fewer = self.asked is not None and self.num_batches < self.asked
-        return (
-            f"{when} takes {covered} ({self.num_batches:,} batches of the "
-            f"{WORDS[self.name]} split"
-            + (f", not {SETTINGS[self.name]}={self.asked})" if fewer else ")")
-        )
+        count = f"{self.num_batches:,} batch{'es' if self.num_batches != 1 else ''}"
+        if self.requested is not None and self.num_batches < self.requested:
+            count += f", not {SETTINGS[self.name]}={self.requested}"
+        return f"{when} uses {covered} of the {TITLES[self.name]} split ({count})"
 
 
 def with_weights(config: "Config", data: Dataset) -> Dataset:
-    """The dataset with weights, where the model asks for them and it has none."""
-    wanted = WEIGHTS in config.model.batch_axes()
-    return Weighted(data) if wanted and WEIGHTS not in data[0] else data  # type: ignore
+    """Returns the dataset, with weights if the model takes them and it has none."""
+    takes_weights = WEIGHTS in config.model.batch_axes()
+    if takes_weights and WEIGHTS not in data[0]:
+        return Weighted(data)  # type: ignore
+    return data
 
 
 def open_split(config: "Config", name: Name) -> HeldOut | None:
-    """The split, opened, with as many batches as are asked for and there are."""
+    """Opens a split with at most as many batches as are requested; None for 0."""
     setting = SETTINGS[name]
-    asked: int | None = getattr(config, setting)
-    if asked == 0:
+    requested: int | None = getattr(config, setting)
+    if requested == 0:
         return None
     data = with_weights(config, config.data.open(name))
     size = config.batch_size
-    whole, rest = divmod(len(data), size)
+    available, rest = divmod(len(data), size)
     if rest and WEIGHTS in data[0]:
-        whole += 1
-    elif rest and (asked is None or not whole):
+        available += 1
+    elif rest and (requested is None or not available):
         raise ValueError(
-            f"{setting}={asked}: the {WORDS[name]} split has {len(data)} examples, "
-            f"{rest} more than {whole} batches of {size}, and a batch can be padded "
-            f"only for a model that takes an array {WEIGHTS!r} (docs/data.md). Let "
-            "the model name it in batch_axes(), choose a batch_size that divides the "
-            f"split, or set {setting} to a number"
-            + (", or to 0 for none." if whole == 0 else ".")
+            f"{setting}={requested}: the {TITLES[name]} split has {len(data)} "
+            f"examples, {rest} more than {available} batches of {size}, and a batch "
+            f"can only be padded for a model that takes an array {WEIGHTS!r} "
+            "(docs/data.md). Add it to the model's batch_axes(), choose a batch_size "
+            f"that divides the split, or set {setting} to a number"
+            + (", or to 0 for none." if available == 0 else ".")
         )
-    num_batches = whole if asked is None else min(asked, whole)
+    num_batches = available if requested is None else min(requested, available)
     num_examples = min(num_batches * size, len(data))
-    return HeldOut(name, data, num_batches, num_examples, asked)
+    return HeldOut(name, data, num_batches, num_examples, requested)

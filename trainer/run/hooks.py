@@ -1,4 +1,4 @@
-"""What happens between steps: recording, evaluation, checkpoints."""
+"""The built-in hooks: recording, evaluation, checkpoints."""
 
 import collections
 import dataclasses
@@ -17,31 +17,33 @@ from ..record.ledger import Ledger
 from ..record.metrics import Writer
 from ..record.progress import Progress
 from .failed_steps import FailedSteps
-from .held_out import WORDS, HeldOut
-from .loop import Row
+from .held_out import TITLES, HeldOut
+from .loop import StepMetrics
 from .prepare import Prepared
 
 
 @dataclasses.dataclass
 class Recorder:
-    """Shows and writes the figures of every step, and counts those that failed.
+    """Shows and writes the metrics of every step, and counts those that failed.
 
     Attributes:
-      batches_ahead: of the data, see resume.Position.
-      units_per_step: how many of the data's `unit` a step takes.
-      bubble: simulated share of a pipeline's step; None without one.
+      unit: what throughput is counted in, such as tokens.
+      units_per_step: how many of them a step processes.
+      batches_ahead: see checkpoint.restore.Position.
+      bubble: the simulated bubble of a pipeline as a share of the step; None without
+        a pipeline.
     """
 
     progress: Progress
     writers: Sequence[Writer]
     unit: str
     units_per_step: float
-    bad: FailedSteps
+    failed_steps: FailedSteps
     ledger: Ledger
     batches_ahead: int = 0
     bubble: float | None = None
 
-    def __call__(self, rows: list[Row]) -> None:
+    def __call__(self, rows: list[StepMetrics]) -> None:
         if not rows:
             return
         self.ledger.steps(rows, self.batches_ahead)
@@ -52,25 +54,25 @@ class Recorder:
             rows[-1]["step_s"] = 1 / rate
             if self.bubble is not None:
                 rows[-1]["bubble"] = self.bubble
-        figures = [
+        written = [
             {k: v for k, v in row.items() if v or k != "skipped"} for row in rows
         ]
         for writer in self.writers:
-            writer.write("train", figures)
+            writer.write("train", written)
         for row in rows:
-            self.bad.see(row)
+            self.failed_steps.update(row)
 
 
-# Evaluation steps that the devices may have before them.
+# How many evaluation steps may be dispatched ahead of the devices.
 IN_FLIGHT = 4
 
 
 @dataclasses.dataclass
 class Evaluate:
-    """The mean loss, and all else that the model sums, over a held-out split in order.
+    """Computes the mean loss and the model's other metrics over a held-out split.
 
     Attributes:
-      latest: the newest step, and its loss.
+      latest: the newest step that was evaluated, and its loss.
     """
 
     every: int
@@ -94,18 +96,18 @@ class Evaluate:
         for writer in self.writers:
             writer.write(self.split.name, [row])
         figures = [(k.replace("_", " "), v) for k, v in row.items() if k != "step"]
-        words = "  ".join(f"{name} {value:.4f}" for name, value in figures)
-        self.progress.message(f"step {step}  {WORDS[self.split.name]} {words}")
+        text = "  ".join(f"{name} {value:.4f}" for name, value in figures)
+        self.progress.message(f"step {step}  {TITLES[self.split.name]} {text}")
         self.progress.rate.restart()
 
     def _sums(self, state: State) -> dict[str, float]:
-        """Added up in double precision, so that the number of batches does not show."""
+        """Sums in double precision, so the number of batches does not matter."""
         running: collections.deque[dict[str, jax.Array]] = collections.deque()
-        found: list[dict[str, float]] = []
+        results: list[dict[str, float]] = []
 
-        def fetch(most: int) -> None:
-            while len(running) > most:
-                found.append(jax.device_get(running.popleft()))
+        def fetch(max_running: int) -> None:
+            while len(running) > max_running:
+                results.append(jax.device_get(running.popleft()))
 
         data = self.split.data
         with device_batches(
@@ -122,52 +124,58 @@ class Evaluate:
                 running.append(self.eval_fn(state, batch))
                 fetch(IN_FLIGHT)
         fetch(0)
-        return {name: math.fsum(float(x[name]) for x in found) for name in found[0]}
+        return {
+            name: math.fsum(float(result[name]) for result in results)
+            for name in results[0]
+        }
 
 
-LONG = 1.0  # seconds of a stall that a person is told of
+LONG_STALL_SECONDS = 1.0  # longer stalls are printed
 
 
 @dataclasses.dataclass
 class Save:
-    """Starts a checkpoint, but none in a row of failed steps, unless it is the last.
+    """Starts saving a checkpoint; not after a failed step, unless it is the last one.
 
     Attributes:
-      evaluate: ran before this hook where it was due; the checkpoint gets its loss.
-      last_step: that was saved.
+      evaluate: runs before this hook when both are due; its loss goes into the
+        manifest.
+      last_step: the newest step that was saved.
+      has_reported_wait: whether waiting for the previous save was printed once.
     """
 
     every: int
     checkpoints: Checkpoints
     prepared: Prepared
     progress: Progress
-    bad: FailedSteps
+    failed_steps: FailedSteps
     batches_ahead: int = 0
     evaluate: Evaluate | None = None
     last_step: int | None = None
-    said: bool = False
+    has_reported_wait: bool = False
 
     def __call__(self, step: int, state: State) -> None:
-        if self.bad.in_a_row and step < self.prepared.config.num_steps:
-            self.progress.message(f"step {step} failed, so no checkpoint of it is made")
+        is_last = step >= self.prepared.config.num_steps
+        if self.failed_steps.consecutive and not is_last:
+            self.progress.message(f"step {step} failed: no checkpoint is saved")
             return
         self.now(step, state)
 
     def now(self, step: int, state: State) -> None:
-        """Saves whatever the steps before were: a failed one has changed nothing."""
+        """Saves even after a failed step, which has not changed the state."""
         since = time.perf_counter()
         measured = self.evaluate.latest if self.evaluate else None
         stall = self.checkpoints.save(
             step,
             self.prepared.layout.canonical(state, self.prepared.mesh),
-            self.prepared.about(step, self.batches_ahead),
+            self.prepared.metadata(step, self.batches_ahead),
             loss=measured[1] if measured and measured[0] == step else None,
             since=since,
         )
         self.last_step = step
-        # A save that the next had to wait for is said the first time, however short.
-        first = stall.waited_for is not None and not self.said
-        if first or stall.stall_s > LONG:
-            self.said = self.said or first
+        # Waiting for the previous save is printed the first time, however short.
+        is_first_wait = stall.waited_for is not None and not self.has_reported_wait
+        if is_first_wait or stall.stall_s > LONG_STALL_SECONDS:
+            self.has_reported_wait = self.has_reported_wait or is_first_wait
             self.progress.message(f"step {step}  {stall.describe()}")
         self.progress.rate.restart()

@@ -1,4 +1,4 @@
-"""The loop: dispatch steps, fetch figures late, call hooks when they are due."""
+"""The loop: dispatches steps, fetches metrics late, calls hooks when they are due."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -7,22 +7,22 @@ import jax
 
 from ..program.state import State
 
-Row = dict[str, float]
+StepMetrics = dict[str, float]  # with the number of the step
 StepFn = Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
 
 
-class Leave(Exception):
-    """The loop was asked to end after `step`."""
+class StopRequested(Exception):
+    """The loop was asked to stop after `step`."""
 
     def __init__(self, step: int, state: State):
-        super().__init__(f"asked to leave after step {step}")
+        super().__init__(f"asked to stop after step {step}")
         self.step, self.state = step, state
 
 
 class Hook(Protocol):
-    """Something done between steps: evaluate, checkpoint, profile."""
+    """Something to do between steps: evaluate, save, profile."""
 
-    every: int  # steps; 0 means at the end only
+    every: int  # steps; 0 for only at the end
 
     def __call__(self, step: int, state: State) -> None: ...
 
@@ -34,23 +34,23 @@ def run(
     *,
     start: int,
     num_steps: int,
-    record: Callable[[list[Row]], None],
+    record: Callable[[list[StepMetrics]], None],
     record_every: int = 10,
     hooks: Iterable[Hook] = (),
     started: Callable[[int, dict[str, jax.Array]], None] | None = None,
-    should_leave: Callable[[int], bool] | None = None,
+    should_stop: Callable[[int], bool] | None = None,
 ) -> State:
-    """Runs steps start+1 .. num_steps; hooks see the step count just reached.
+    """Runs steps start+1 .. num_steps; hooks get the number of the step just done.
 
     The host runs ahead of the devices. Every `record_every` steps it fetches the
-    figures of the steps that are surely done, that is all but the newest; it waits for
-    the newest only before a hook, and at the end. `record` sees each step once, in
-    order, and may raise to end the run.
+    metrics of all steps but the newest, which may still be running; it waits for the
+    newest only before a hook, and at the end. `record` gets each step once, in order,
+    and may raise to end the run.
 
     Args:
-      started: told of each step as it is handed to the devices.
-      should_leave: asked after each; where it says so, all figures are recorded, and
-        Leave is raised with the state.
+      started: called with each step as it is dispatched.
+      should_stop: called after each step; if true, all metrics are recorded and
+        StopRequested is raised with the state.
     """
     hooks = tuple(hooks)
     pending: list[tuple[int, dict[str, jax.Array]]] = []
@@ -72,15 +72,15 @@ def run(
         elif step % record_every == 0 and len(pending) > 1:
             record(_fetch(pending[:-1]))
             pending = pending[-1:]
-        if should_leave is not None and should_leave(step) and not last:
+        if should_stop is not None and should_stop(step) and not last:
             record(_fetch(pending))
-            raise Leave(step, state)
+            raise StopRequested(step, state)
     if pending:
         record(_fetch(pending))
     return state
 
 
-def _fetch(pending: list[tuple[int, dict[str, jax.Array]]]) -> list[Row]:
+def _fetch(pending: list[tuple[int, dict[str, jax.Array]]]) -> list[StepMetrics]:
     values = jax.device_get([metrics for _, metrics in pending])
     return [
         {"step": step} | {name: float(value) for name, value in row.items()}

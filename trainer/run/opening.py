@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from etils import epath
 
 from ..checkpoint import init_from
 from ..checkpoint.manager import latest_step
-from ..job import preflight
+from ..job import joining, preflight
 from ..job.group import Group, Report
 from ..job.preflight_folders import FolderProbe
 from ..program.computation import Choose
@@ -26,35 +26,42 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A run folder that fits the config, held by this process.
+    """A run folder that fits the config, claimed by this process.
 
     Attributes:
       saved: the folder of its checkpoints.
-      differences: how the config differs from the one it was started with, in lines.
+      differences: lines about how the config differs from the one it was started with.
+      record: the reports of the preflight.
     """
 
     prepared: Prepared
     folder: RunFolder
     saved: epath.Path
     differences: Sequence[str]
+    record: preflight.Record
 
 
+@contextlib.contextmanager
 def open_run(
     config: "Config",
-    folder: RunFolder,
+    workdir: Path,
     group: Group,
     invocation: Invocation,
-    record: preflight.Record,
-    held: contextlib.ExitStack,
     *,
     choose: Choose,
     insist: bool,
-    say: Callable[[str], None],
-) -> tuple[Opened, preflight.Record]:
-    """Prepares the run and checks it against its folder, its data and other processes.
+    log: Callable[[str], None],
+) -> Iterator[Opened]:
+    """Prepares a run, and checks it against its folder, its data and other processes.
 
-    All processes succeed, or all fail alike.
+    All processes succeed, or all fail alike. The run folder is claimed until the
+    context ends.
     """
+    # Before anything that could hang if processes differ.
+    record = preflight.check_environment(config, group, invocation.flags)
+    if group.size > 1:
+        joining.connect()
+    folder = RunFolder(workdir, is_writer=group.is_first)
     opened: list[Opened] = []
 
     def prepare_and_claim() -> Report:
@@ -66,35 +73,34 @@ def open_run(
         init_from.check(config.init_from, prepared.program, saved)
         if config.checkpoint_folder is not None and not insist:
             _check_owner(folder, saved)
-        held.enter_context(folder.claim())
+        claim.enter_context(folder.claim())
         if group.is_first and group.size > 1:
             probe.leave()
-        opened.append(Opened(prepared, folder, saved, differences))
+        opened.append(Opened(prepared, folder, saved, differences, record))
         return data_identity.view(prepared.datasets)
 
-    with FolderProbe(_shared_folders(folder, config), group, record.mark) as probe:
-        answer = group.exchange("ready", prepare_and_claim, data_identity.readers)
-        (found,) = opened
-        prepared = found.prepared
-        identity = data_identity.establish(
-            prepared.datasets,
-            group,
-            answer["readers"],
-            folder.path,
-            found.saved,
-            insist=insist,
-            say=say,
-        )
-        sizes = prepared.layout.params.mesh
-        prepared = dataclasses.replace(
-            prepared,
-            identity=identity,
-            environment=environment(sizes, group.size, invocation),
-        )
-        record += preflight.check_program(
-            prepared.data_facts(), prepared.fingerprint(), group, probe
-        )
-    return dataclasses.replace(found, prepared=prepared), record
+    with contextlib.ExitStack() as claim:
+        shared = _shared_folders(folder, config)
+        with FolderProbe(shared, group, record.mark) as probe:
+            answer = group.exchange("ready", prepare_and_claim, data_identity.readers)
+            (run,) = opened
+            identity = data_identity.establish(
+                run.prepared.datasets,
+                group,
+                answer["readers"],
+                folder.path,
+                run.saved,
+                insist=insist,
+                log=log,
+            )
+            facts = environment(run.prepared.layout.params.mesh, group.size, invocation)
+            prepared = dataclasses.replace(
+                run.prepared, identity=identity, environment=facts
+            )
+            record += preflight.check_program(
+                prepared.data_facts(), prepared.fingerprint(), group, probe
+            )
+        yield dataclasses.replace(run, prepared=prepared, record=record)
 
 
 def _check_owner(folder: RunFolder, saved: epath.Path) -> None:
@@ -103,7 +109,7 @@ def _check_owner(folder: RunFolder, saved: epath.Path) -> None:
         raise ValueError(
             f"checkpoint_folder {saved} holds checkpoints of another run (newest step "
             f"{step}), and run folder {folder.path} is new. Choose another, or pass "
-            "--insist to go on from them."
+            "--insist to continue from them."
         )
 
 

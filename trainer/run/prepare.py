@@ -1,4 +1,4 @@
-"""What a config means on a mesh: everything checked before a folder is touched."""
+"""Prepares a run: checks a config against devices and data before writing anything."""
 
 import dataclasses
 import functools
@@ -37,11 +37,11 @@ TRAIN_STEP = "train step"  # the name of its program
 class Prepared:
     """A config with its Program and its data, checked against each other."""
 
-    config: "Config"  # as it was given
-    chosen: Chosen  # what it left open, filled for the mesh
+    config: "Config"  # as given
+    chosen: Chosen  # with everything that it left open chosen for the mesh
     program: Program
     train_data: Dataset
-    held_out: dict[str, HeldOut]  # the splits that are evaluated
+    held_out: dict[str, HeldOut]  # the splits that are evaluated, by name
     identity: "Identity | None" = None  # of the data; None until it has been read
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -65,17 +65,17 @@ class Prepared:
 
     @property
     def matmul_dtype(self) -> str:
-        """The type the model computes in, to compare with the device's peak."""
+        """The dtype the model computes in, which selects the peak to compare with."""
         return getattr(self.config.model, "compute_dtype", "float32")
 
     @property
     def model_flops(self) -> float | None:
-        """FLOPs of one update; None where the model does not count them."""
+        """FLOPs of one update; None if the model does not count them."""
         count = getattr(self.config.model, "model_flops", None)
         return None if count is None else count(self.program.batch)
 
     def describe(self) -> list[str]:
-        """What runs where, in a few lines, before anything slow begins."""
+        """Returns a few lines about what runs where, to print before anything slow."""
         device = self.mesh.devices.flatten()[0]
         params = self.layout.params
         count = sum(x.size for x in jax.tree.leaves(self.layout.abstract.params))
@@ -87,17 +87,15 @@ class Prepared:
             f"{counted(len(processes), 'process')}"
             + (f", {where}" if self.mesh.size > 1 else ""),
             f"{count:,} parameters; with optimizer state "
-            f"{human_bytes(self.layout.bytes_per_device)} a device",
-            f"Data: {_words(self.train_data.describe())}",
+            f"{human_bytes(self.layout.bytes_per_device)} per device",
+            f"Data: {_format_facts(self.train_data.describe())}",
         ]
         if self.chosen.line:
             lines.append(self.chosen.line)
         if self.staging is not None:
             lines.append(self.staging.describe(self.config.batch_size))
         elif self.config.pipeline != Pipelining():
-            lines.append(
-                "The settings of the pipeline have no effect: the mesh has pipe=1"
-            )
+            lines.append("The pipeline settings have no effect: the mesh has pipe=1")
         if self.model_flops is None:
             lines.append(
                 f"{type(self.config.model).__name__} has no method model_flops: the "
@@ -105,18 +103,18 @@ class Prepared:
             )
         if device.platform == "cpu":
             lines.insert(
-                0, "Training on the CPU: no accelerator was found or asked for"
+                0, "Training on the CPU: no accelerator was found or requested"
             )
         lines += [split.describe() for split in self.held_out.values()]
-        if whole := sum(a.bytes for a in params.replicated()):
+        if replicated := sum(a.bytes for a in params.replicated()):
             lines.append(
-                f"{human_bytes(whole)} of parameters are whole on every device "
-                "(meshloom explain lists them)"
+                f"{human_bytes(replicated)} of parameters are replicated on every "
+                "device (meshloom explain lists them)"
             )
         return lines
 
-    def about(self, step: int, batches_ahead: int = 0) -> dict[str, Any]:
-        """What the manifest of a checkpoint says of the run."""
+    def metadata(self, step: int, batches_ahead: int = 0) -> dict[str, Any]:
+        """Returns the entries about the run in a checkpoint's manifest."""
         return {
             "config_digest": config_tree.digest(self.config),
             "config": config_tree.flatten(self.config),
@@ -129,34 +127,35 @@ class Prepared:
         }
 
     def data_facts(self) -> dict[str, Any]:
-        """What the datasets are, wherever they lie."""
-        found = {}
+        """Returns what identifies the datasets, wherever they are stored."""
+        facts = {}
         for split, data in self.datasets.items():
-            about = {k: v for k, v in data.describe().items() if k != "path"}
+            of_split = {k: v for k, v in data.describe().items() if k != "path"}
             if self.identity is not None:
-                about["digest"] = self.identity.splits[split].digest
-            found |= {f"{split} {name}": value for name, value in about.items()}
-        return found
+                of_split["digest"] = self.identity.splits[split].digest
+            facts |= {f"{split} {name}": value for name, value in of_split.items()}
+        return facts
 
     @functools.cached_property
     def lowered(self) -> Any:
-        """The train step as a program, for exactly these shapes and shardings."""
+        """The lowered train step, for exactly these shapes and shardings."""
         return self.program.lower()
 
     def fingerprint(self) -> str:
-        """A digest of the program, equal in all processes of a job."""
+        """Returns a digest of the program, equal in all processes of a job."""
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
 
     @functools.cached_property
     def _compiled(self) -> dict[str, Any]:
-        """The train step, once it is."""
+        """The compiled train step, once there is one."""
         return {}
 
     def compile(self, executables: Executables | None = None) -> Any:
-        """The train step as it runs; whoever asks again gets the same.
+        """Returns the compiled train step, which is compiled only once.
 
         Args:
-          executables: where an attempt before may have left it; None compiles.
+          executables: where an earlier attempt may have stored it; None always
+            compiles.
         """
         executables = executables or Executables(None)
         if TRAIN_STEP in self._compiled:
@@ -169,18 +168,18 @@ class Prepared:
             if "No such compile option" not in str(error):
                 raise
             raise ValueError(
-                f"compiler_options: {error}. The compiler here knows no such option; "
-                "take it out of the config."
+                f"compiler_options: {error}. This compiler does not know the option; "
+                "remove it from the config."
             ) from None
 
 
 def prepare(
     config: "Config", devices: Any = None, *, choose: Choose = choose_plain
 ) -> Prepared:
-    """Checks the whole config against devices and data; every error is raised here.
+    """Checks the whole config against devices and data, and builds the Program.
 
     Args:
-      choose: fills what the config leaves open.
+      choose: fills in what the config leaves open.
     """
     with name_settings(config):
         return _prepare(config, devices, choose)
@@ -194,15 +193,15 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
     train_data = with_weights(config, config.data.open("train"))
     splits = (open_split(config, name) for name in SETTINGS)
     held_out = {split.name: split for split in splits if split is not None}
-    throughput_unit(train_data)  # raises where it is not one
+    throughput_unit(train_data)  # raises if it is not valid
     first = train_data[0]
     for name, x in first.items():
         check_dtype(name, x.dtype)
     for split in held_out.values():
-        _check_alike(first, split.data[0], f"in split {split.name!r}")
+        _check_same_arrays(first, split.data[0], f"in split {split.name!r}")
     if hasattr(train_data, "example"):
         example = train_data.example(0, 0)  # type: ignore
-        _check_alike(first, example, "by its method `example`")
+        _check_same_arrays(first, example, "from its method `example`")
     try:
         program = build(
             config.model,
@@ -222,7 +221,7 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
         raise ValueError(
             f"mesh axis {error.axis}={error.size}: {error.reason}. Give these devices "
             f"to an axis that the plan {settled.plan!r} uses, such as data or fsdp, or "
-            "shard one of these dimensions over this axis by `rules`."
+            "shard one of these dimensions over this axis with `rules`."
         ) from None
     if config.sample_prompt is not None:
         try:
@@ -233,7 +232,7 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
 
 
 def _batch(example: Mapping[str, Any], batch_size: int) -> Batch:
-    """The global batch as shapes, from one example of the data."""
+    """Returns the shapes of a global batch, given one example of the data."""
     batch = {
         name: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype)
         for name, x in example.items()
@@ -241,28 +240,27 @@ def _batch(example: Mapping[str, Any], batch_size: int) -> Batch:
     return batch | {SAMPLE_IDS: jax.ShapeDtypeStruct((batch_size,), jnp.uint32)}
 
 
-def _check_alike(
+def _check_same_arrays(
     train: Mapping[str, Any], other: Mapping[str, Any], where: str
 ) -> None:
-    """Raises where an example has other arrays than `[0]` of the train split."""
-    forms = (
+    """Raises ValueError if an example has other arrays than the train split."""
+    expected, found = (
         {name: f"{x.dtype}{list(x.shape)}" for name, x in example.items()}
         for example in (train, other)
     )
-    expected, found = forms
     for name in expected | found:
-        old, new = (form.get(name, "nothing") for form in (expected, found))
+        old, new = (arrays.get(name, "nothing") for arrays in (expected, found))
         if old != new:
             raise ValueError(
-                f"the data gives {name!r} as {new} {where} and {old} in split "
-                "'train'. Let all examples have the same arrays."
+                f"the data gives {name!r} as {new} {where} and as {old} in split "
+                "'train'. Make all examples have the same arrays."
             )
 
 
-def _words(facts: Mapping[str, object]) -> str:
-    forms = {int: ",", float: ".4g"}
+def _format_facts(facts: Mapping[str, object]) -> str:
+    formats = {int: ",", float: ".4g"}
     return ", ".join(
-        f"{name.replace('_', ' ')} {format(value, forms.get(type(value), ''))}"
+        f"{name.replace('_', ' ')} {format(value, formats.get(type(value), ''))}"
         for name, value in facts.items()
         if name != "digest"
     )

@@ -1,9 +1,9 @@
-"""Whether devices that must hold the same numbers do.
+"""Checks that replicas of arrays on several devices are equal.
 
-An array that is whole on several devices, or cut over some mesh axes only, has copies
-that must be equal bit for bit. A device that computes or remembers wrongly makes them
-differ, and training goes on with a model that is not one any more. Each device digests
-its own piece; only the digests travel, to all processes, which compare them alike.
+An array that is replicated over some mesh axes has replicas that must be equal bit for
+bit. A device that computes wrongly or has faulty memory makes them differ, and training
+continues with a model that is no longer consistent. Each device computes digests of its
+own shards; only the digests are exchanged, and every process compares all of them.
 """
 
 import collections
@@ -26,15 +26,16 @@ from ..program.state import State
 
 
 class ReplicasDiffer(ValueError):
-    """Copies of an array that are not equal."""
+    """Replicas of an array are not equal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One group of devices whose copies of a piece of an array are not all equal.
+    """Devices whose replicas of one shard of an array are not all equal.
 
     Attributes:
-      digests: of each device's copy, by the device.
+      path: the path of the array.
+      digests: the digest of each device's replica.
     """
 
     path: str
@@ -42,11 +43,11 @@ class Difference:
 
     @property
     def groups(self) -> list[tuple[str, list[Any]]]:
-        """(digest, devices that have it), the most frequent first."""
-        found = collections.defaultdict(list)
+        """Pairs of a digest and the devices that have it, the most frequent first."""
+        devices = collections.defaultdict(list)
         for device, digest in self.digests.items():
-            found[digest].append(device)
-        return sorted(found.items(), key=lambda item: -len(item[1]))
+            devices[digest].append(device)
+        return sorted(devices.items(), key=lambda item: -len(item[1]))
 
     def to_json(self) -> dict[str, Any]:
         copies = [
@@ -61,39 +62,41 @@ class Difference:
             parts = [f"{_names(devices)} has {digest}" for digest, devices in others]
             return f"{self.path}: {', '.join(parts)}; {_names(most)} agree on {common}"
         parts = [f"{_names(devices)} has {digest}" for digest, devices in self.groups]
-        return f"{self.path}: {', '.join(parts)}; which is right cannot be told"
+        return f"{self.path}: {', '.join(parts)}; there is no majority"
 
 
 def differences(tree: Any) -> list[Difference]:
-    """Where copies differ in a tree of arrays on one mesh; [] in a sound one.
+    """Returns where replicas differ in a tree of arrays on one mesh.
 
-    Of a job of several processes all must call it, and all get the same.
+    Every process must call this; all get the same result.
     """
     leaves = [
         (path_name(path), x)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        if _free_axes(x.sharding)
+        if _replicated_axes(x.sharding)
     ]
     if not leaves:
         return []
     mesh = leaves[0][1].sharding.mesh
     specs = tuple(x.sharding.spec for _, x in leaves)
     digests = np.asarray(_on_each_device(mesh, specs)([x for _, x in leaves]))
-    found = []
+    differing = []
     for i, (path, x) in enumerate(leaves):
-        lanes = _grouped(digests[..., i, :], x.sharding)
-        devices = _grouped(mesh.devices, x.sharding)
-        for group, holders in zip(lanes, devices, strict=True):
-            if (group != group[0]).any():
-                words = map(hexadecimal, group)
-                found.append(Difference(path, dict(zip(holders, words, strict=True))))
-    return found
+        lanes = _by_shard(digests[..., i, :], x.sharding)
+        devices = _by_shard(mesh.devices, x.sharding)
+        for replicas, holders in zip(lanes, devices, strict=True):
+            if (replicas != replicas[0]).any():
+                by_device = dict(zip(holders, map(hexadecimal, replicas), strict=True))
+                differing.append(Difference(path, by_device))
+    return differing
 
 
-def _free_axes(sharding: Any) -> tuple[str, ...]:
-    """Mesh axes larger than 1 along which an array is repeated."""
+def _replicated_axes(sharding: Any) -> tuple[str, ...]:
+    """Returns the mesh axes larger than 1 over which an array is replicated."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        raise TypeError(f"expected an array placed on a mesh, found {sharding}")
+        raise TypeError(
+            f"expected an array on a mesh, got one with sharding {sharding}"
+        )
     used = set()
     for entry in sharding.spec:
         used |= set(entry) if isinstance(entry, tuple) else {entry}
@@ -103,9 +106,9 @@ def _free_axes(sharding: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _on_each_device(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list], jax.Array]:
-    """The jitted digests of each device's own piece of each array.
+    """Returns a jitted function that digests each device's own shard of each array.
 
-    The result is [every mesh axis, array, lane], on every device.
+    Its result is [*mesh axes, array, lane], replicated on every device.
     """
     axes = mesh.axis_names
 
@@ -116,88 +119,91 @@ def _on_each_device(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list], jax.Ar
         out_specs=P(*axes),
         check_vma=False,
     )
-    def own(pieces):
-        digests = jnp.stack([array_digest(piece) for piece in pieces])
+    def own(shards):
+        digests = jnp.stack([array_digest(shard) for shard in shards])
         return digests.reshape((1,) * len(axes) + digests.shape)
 
     return jax.jit(own, out_shardings=NamedSharding(mesh, P()))
 
 
-def _grouped(values: np.ndarray, sharding: NamedSharding) -> np.ndarray:
-    """[every mesh axis, ...] as [piece, copy, ...]."""
+def _by_shard(values: np.ndarray, sharding: NamedSharding) -> np.ndarray:
+    """Reshapes [*mesh axes, ...] to [shard, replica, ...]."""
     axes = sharding.mesh.axis_names
-    free = [axes.index(axis) for axis in _free_axes(sharding)]
-    cut = [i for i in range(len(axes)) if i not in free]
+    replicated = [axes.index(axis) for axis in _replicated_axes(sharding)]
+    sharded = [i for i in range(len(axes)) if i not in replicated]
     rest = values.shape[len(axes) :]
-    ordered = values.transpose(*cut, *free, *range(len(axes), values.ndim))
-    copies = int(np.prod([values.shape[i] for i in free]))
-    return ordered.reshape(-1, copies, *rest)
+    ordered = values.transpose(*sharded, *replicated, *range(len(axes), values.ndim))
+    num_replicas = int(np.prod([values.shape[i] for i in replicated]))
+    return ordered.reshape(-1, num_replicas, *rest)
 
 
 @dataclasses.dataclass
 class CheckReplicas:
-    """Stops the run where copies differ, with evidence in the run folder.
+    """Stops the run if replicas differ, and leaves evidence in the run folder.
 
     Attributes:
-      sound: the step of the last check that found nothing; where the run began before.
+      last_equal: the step of the last check that passed; the first step of this
+        attempt before there was one.
     """
 
     every: int
     folder: Path
     process: int
-    sound: int
+    last_equal: int
 
     def __call__(self, step: int, state: State) -> None:
         tree = state.to_tree()
-        found = differences(tree)
-        if not found:
-            self.sound = step
+        differing = differences(tree)
+        if not differing:
+            self.last_equal = step
             return
-        files = save_evidence(self.folder, self.process, step, tree, found)
-        lines = "\n".join(map(str, found))
+        files = save_evidence(self.folder, self.process, step, tree, differing)
+        lines = "\n".join(map(str, differing))
         raise ReplicasDiffer(
-            f"at step {step} devices that must hold the same numbers differ, in "
-            f"{len(found)} pieces of arrays. They were equal at step {self.sound}; a "
-            "checkpoint saved after it may be wrong. Leave out or mend the devices, "
-            f"remove those checkpoints and run again. Evidence: {files}:\n{lines}"
+            f"at step {step} replicas that must be equal differ between devices, in "
+            f"{len(differing)} shards. They were equal at step {self.last_equal}; a "
+            "checkpoint saved since may be wrong. Replace or exclude the faulty "
+            "devices, remove those checkpoints and run the same command again. "
+            f"Evidence: {files}:\n{lines}"
         )
 
 
 def save_evidence(
-    folder: Path, process: int, step: int, tree: Any, found: list[Difference]
+    folder: Path, process: int, step: int, tree: Any, differing: list[Difference]
 ) -> str:
-    """Writes all digests, and the differing copies that this process holds.
+    """Writes all digests, and the differing replicas that this process holds.
 
-    Returns where they are. The finding is said also where nothing can be written.
+    Returns:
+      Where they are, or why they could not be written.
     """
     text, copies = f"replicas-{step}.json", f"replicas-{step}-{process}.npz"
     try:
         if process == 0:
-            pieces = [one.to_json() for one in found]
+            pieces = [difference.to_json() for difference in differing]
             document = {"step": step, "pieces": pieces}
             (folder / text).write_text(json.dumps(document, indent=1) + "\n")
-        np.savez(folder / copies, **_copies(tree, found))  # type: ignore
+        np.savez(folder / copies, **_copies(tree, differing))  # type: ignore
     except OSError as error:
-        return f"it could not be written ({error})"
-    return f"{folder / text} and, of each process, {copies}"
+        return f"could not be written ({error})"
+    return f"{folder / text} and, for each process, {copies}"
 
 
-def _copies(tree: Any, found: list[Difference]) -> dict[str, np.ndarray]:
-    """{path|device: its copy}; types that numpy does not know as unsigned integers."""
+def _copies(tree: Any, differing: list[Difference]) -> dict[str, np.ndarray]:
+    """Returns {path|device: replica}; dtypes unknown to numpy as unsigned integers."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = {path_name(path): x for path, x in leaves}
     held = {}
-    for one in found:
-        for shard in arrays[one.path].addressable_shards:
-            if shard.device in one.digests:
+    for difference in differing:
+        for shard in arrays[difference.path].addressable_shards:
+            if shard.device in difference.digests:
                 copy = np.asarray(shard.data)
-                if copy.dtype.kind == "V":  # bfloat16 and its like
+                if copy.dtype.kind == "V":  # bfloat16 and the like
                     copy = copy.view(f"u{copy.dtype.itemsize}")
-                held[f"{one.path}|{shard.device.id}"] = copy
+                held[f"{difference.path}|{shard.device.id}"] = copy
     return held
 
 
 def _names(devices: list[Any]) -> str:
-    """Device 3 (process 1), or several of them."""
+    """Names devices, such as "device 3 (process 1)"."""
     names = [f"{d.id} (process {d.process_index})" for d in devices]
     return f"{'device' if len(names) == 1 else 'devices'} {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""A run in flight: its steps, with everything that accompanies them."""
+"""A run in progress: its steps, with everything that accompanies them."""
 
 import dataclasses
 import functools
@@ -32,13 +32,13 @@ from .hooks import Evaluate, Recorder, Save
 from .prepare import Prepared
 from .replica_check import CheckReplicas
 
-# Compiling the step of a large model may take this long.
+# How long compiling the step of a large model may take.
 COMPILE_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run works with, in this process."""
+    """Everything that a run uses in this process."""
 
     prepared: Prepared
     group: Group
@@ -49,53 +49,58 @@ class Run:
     watchdog: Watchdog
     console: Console
     hooks: Iterable[loop.Hook]
-    should_leave: Callable[[int], bool] | None
+    should_stop: Callable[[int], bool] | None
     phases: Phases
     executables: Executables
 
     def begin(self) -> Position:
-        """From the newest checkpoint, or from nothing."""
-        self._note_start()
+        """Restores the newest checkpoint, or initializes the state."""
+        self._record_start()
         self.watchdog.beat(allow=ALLOW_SECONDS)
         if self.executables.are_kept:
             tree = self.prepared.layout.placed(self.prepared.mesh)._asdict()
             compile = functools.partial(self.executables.compile, "digests")
             digest.prepare(tree, compile)
-        found = restore_newest(
+        position = self._restore()
+        if position is None:
+            position = Position(0, self._initial_state())
+            self._move_history()
+        self.watchdog.beat()
+        self.phases.reached("restored")
+        return position
+
+    def _restore(self, *, before: int | None = None) -> Position | None:
+        return restore_newest(
             self.checkpoints,
             self.prepared.program,
             self.group,
             self.ledger,
             self.console,
+            before=before,
         )
-        if found is None:
-            found = Position(0, self._new_state())
-            self._begin_anew()
-        self.watchdog.beat()
-        self.phases.reached("restored")
-        return found
 
-    def _begin_anew(self) -> None:
+    def _move_history(self) -> None:
+        """Moves the files of earlier steps away if their checkpoints are gone."""
         if not self.folder.is_writer:
             return
-        path, say = self.folder.path, self.console.print
-        if archived := history.archive(path, self.ledger, say):
-            self.ledger.event("anew", **dataclasses.asdict(archived))
+        path, log = self.folder.path, self.console.print
+        if moved := history.archive(path, self.ledger, log):
+            self.ledger.event("anew", **dataclasses.asdict(moved))
 
-    def _new_state(self) -> State:
-        """The state of step 0: new, or with the weights of another run."""
+    def _initial_state(self) -> State:
+        """Returns the state of step 0, initialized from scratch or from weights."""
         config = self.prepared.config
         if config.init_from is None:
             key = jax.random.key(config.seed)
             return self.prepared.layout.create(key, self.prepared.mesh)
         source = init_from.find(config.init_from, self.prepared.program)
-        state, taken = init_from.initialize(source, self.prepared.program, self.group)
-        self.console.print(taken, markup=False)
+        state, line = init_from.initialize(source, self.prepared.program, self.group)
+        self.console.print(line, markup=False)
         self.ledger.event("init", source=config.init_from)
         return state
 
     def train(self, position: Position) -> State:
-        """The steps from a position on; rewinds where too many in a row fail."""
+        """Trains to the last step; rewinds if too many steps in a row fail."""
         self.watchdog.beat(allow=COMPILE_SECONDS)
         self.console.print("Compiling the train step ...")
         step_fn = self.prepared.compile(self.executables)
@@ -106,77 +111,71 @@ class Run:
             "phases", attempt=phases.attempt, times=phases.times, cpu=phases.cpu
         )
         self.watchdog.beat(allow=ALLOW_SECONDS)
-        config, rewinds = self.prepared.config, [0]  # the steps that were gone back to
+        config, rewinds = self.prepared.config, [0]  # the steps rewound to
         while True:
-            bad = FailedSteps(config.rewind_after, say=self.console.print)
+            failed_steps = FailedSteps(config.rewind_after, log=self.console.print)
             try:
-                return self._run(step_fn, position, bad)
+                return self._run(step_fn, position, failed_steps)
             except Rewind as rewind:
-                found = None
+                target = None
                 if len(rewinds) <= config.max_rewinds:
-                    found = self._rewind(rewind, position, bad)
-                if found is None:
+                    target = self._rewind(rewind, position, failed_steps)
+                if target is None:
                     num = len(rewinds) - 1
                     raise give_up(rewind, config.rewind_after, num) from None
-                # To have saved something new is progress.
-                rewinds = [0] if found.step > max(rewinds) else rewinds
-                rewinds.append(found.step)
-                position = found
+                # A new checkpoint since the last rewind counts as progress.
+                rewinds = [0] if target.step > max(rewinds) else rewinds
+                rewinds.append(target.step)
+                position = target
 
     def _rewind(
-        self, rewind: Rewind, position: Position, bad: FailedSteps
+        self, rewind: Rewind, position: Position, failed_steps: FailedSteps
     ) -> Position | None:
-        """The last good checkpoint, with the data that failed passed over."""
-        # A state after which nothing went well is not gone back to again.
-        first = rewind.step - bad.in_a_row + 1
-        before = first if bad.any_good else position.step
+        """Restores the last good checkpoint, and skips the data read since."""
+        # A state after which no step succeeded is not restored again.
+        first_failed = rewind.step - failed_steps.consecutive + 1
+        before = first_failed if failed_steps.any_succeeded else position.step
         self.checkpoints.wait()
-        found = restore_newest(
-            self.checkpoints,
-            self.prepared.program,
-            self.group,
-            self.ledger,
-            self.console,
-            before=before,
-        )
-        if found is None:
+        target = self._restore(before=before)
+        if target is None:
             return None
         for step in committed_steps(self.checkpoints.folder):
-            if step > found.step:
+            if step > target.step:
                 self.checkpoints.set_aside(step, "abandoned")
-        # What was read after that checkpoint is passed over, good or bad.
+        # All batches since that checkpoint are skipped, whether they failed or not.
         next_batch = rewind.step + position.batches_ahead
-        first_batch = found.step + found.batches_ahead
-        ahead = next_batch - found.step
+        first_batch = target.step + target.batches_ahead
+        ahead = next_batch - target.step
         self.ledger.event(
             "rewind",
-            step=found.step,
+            step=target.step,
             failed_step=rewind.step,
             skipped_batches=[first_batch, next_batch],
-            reason=rewind.words,
+            reason=rewind.reason,
         )
         self.console.print(
-            f"Rewinding from step {rewind.step} to {found.step}; the data of "
-            f"{next_batch - first_batch} batches is passed over"
+            f"Rewinding from step {rewind.step} to step {target.step}; skipping the "
+            f"data of {next_batch - first_batch} batches"
         )
         self.watchdog.beat(allow=ALLOW_SECONDS)
-        return dataclasses.replace(found, batches_ahead=ahead)
+        return dataclasses.replace(target, batches_ahead=ahead)
 
-    def _run(self, step_fn, position: Position, bad: FailedSteps) -> State:
+    def _run(self, step_fn, position: Position, failed_steps: FailedSteps) -> State:
+        """Runs the steps from a position on; raises Rewind or Preempted."""
         prepared, config, start = self.prepared, self.prepared.config, position.step
         writers = self._writers(start)
         progress = self._progress(start)
-        bad.say = progress.message
+        failed_steps.log = progress.message
         record = Recorder(
             progress,
             writers,
             *self._units,
-            bad,
+            failed_steps,
             self.ledger,
             position.batches_ahead,
             self._bubble,
         )
-        hooks, save = self._built_in(position, progress, writers, bad)
+        hooks, save = self._built_in_hooks(position, progress, writers, failed_steps)
         batches = device_batches(
             prepared.train_data,
             Order(len(prepared.train_data), config.seed),
@@ -195,29 +194,32 @@ class Run:
                     num_steps=config.num_steps,
                     record=record,
                     record_every=config.log_every,
-                    hooks=[self._alive(hook) for hook in (*hooks, *self.hooks)],
+                    hooks=[
+                        _WatchedHook(hook, self.watchdog)
+                        for hook in (*hooks, *self.hooks)
+                    ],
                     started=self._started,
-                    should_leave=self.should_leave,
+                    should_stop=self.should_stop,
                 )
-        except loop.Leave as leave:
+        except loop.StopRequested as stop:
             self.watchdog.beat(allow=ALLOW_SECONDS)
-            if save.last_step != leave.step:
-                save.now(leave.step, leave.state)
+            if save.last_step != stop.step:
+                save.now(stop.step, stop.state)
             self.checkpoints.wait()
-            self.ledger.event("preempted", step=leave.step)
-            raise Preempted(leave.step) from None
+            self.ledger.event("preempted", step=stop.step)
+            raise Preempted(stop.step) from None
         finally:
             for writer in writers:
                 writer.close()
 
-    def _started(self, step: int, row: dict[str, jax.Array]) -> None:
-        self.watchdog.started(step, row["loss"])
-        # At once, and not when the next save is due: until then all work may be lost.
+    def _started(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        self.watchdog.started(step, metrics["loss"])
+        # Now, and not when the next save is due: all work until then would be lost.
         self.checkpoints.raise_if_failed()
 
     @property
     def _units(self) -> tuple[str, int]:
-        """What throughput is counted in, and how many of them a step takes."""
+        """What throughput is counted in, and how many of them a step processes."""
         unit, count = throughput_unit(self.prepared.train_data)
         return unit, count * self.prepared.config.batch_size
 
@@ -239,22 +241,22 @@ class Run:
             enabled=self.group.is_first,
         )
 
-    def _built_in(
+    def _built_in_hooks(
         self,
         position: Position,
         progress: Progress,
         writers: Sequence[metrics.Writer],
-        bad: FailedSteps,
+        failed_steps: FailedSteps,
     ) -> tuple[list[loop.Hook], Save]:
-        """The hooks that every run has, in their order; the last one saves."""
+        """Returns the hooks that every run has, in order, and the one that saves."""
         prepared, config = self.prepared, self.prepared.config
         hooks: list[loop.Hook] = []
-        if config.check_replicas_every:  # first: what it refuses must not be saved
+        if config.check_replicas_every:  # first: a state that fails it is not saved
             every = config.check_replicas_every
             hooks.append(
                 CheckReplicas(every, self.folder.path, self.group.index, position.step)
             )
-        # The test split once, at the end; the other as often as it is asked for.
+        # The test split is evaluated once, at the end.
         every = {"eval": config.eval_every, "test": 0}
         evaluations = {
             name: Evaluate(
@@ -269,23 +271,20 @@ class Run:
             for name, split in prepared.held_out.items()
         }
         hooks += evaluations.values()
-        # Last: a run killed right after it resumes here, and must lack no evaluation.
+        # Last: a run that is killed right after it must not lack an evaluation.
         save = Save(
             config.save_every,
             self.checkpoints,
             prepared,
             progress,
-            bad,
+            failed_steps,
             position.batches_ahead,
             evaluations.get("eval"),
         )
         return [*hooks, save], save
 
-    def _alive(self, hook: loop.Hook) -> loop.Hook:
-        return _Alive(hook, self.watchdog)
-
-    def _note_start(self) -> None:
-        """What this attempt is, and what ended the one before it."""
+    def _record_start(self) -> None:
+        """Records in the ledger what this attempt is, and what ended the last one."""
         config, data = self.prepared.config, self.prepared.train_data
         before = [row for row in self.ledger.read() if row["event"] == "start"]
         if reason := self.invocation.restart_reason:
@@ -310,7 +309,7 @@ class Run:
         )
 
     def _writers(self, start: int) -> Sequence[metrics.Writer]:
-        """Writers of the main process; other processes write no figures."""
+        """Returns the writers of metrics; only the first process has any."""
         if not self.group.is_first:
             return []
         extras, path = self.prepared.config.writers, self.folder.path
@@ -324,13 +323,13 @@ class Run:
         return writers
 
 
-class _Alive:
-    """A hook that may take longer than a step."""
+class _WatchedHook:
+    """A hook that the watchdog allows to take longer than a step."""
 
     def __init__(self, hook: loop.Hook, watchdog: Watchdog):
-        self.every, self._hook, self._pulse = hook.every, hook, watchdog
+        self.every, self._hook, self._watchdog = hook.every, hook, watchdog
 
     def __call__(self, step: int, state: State) -> None:
-        self._pulse.beat(allow=ALLOW_SECONDS)
+        self._watchdog.beat(allow=ALLOW_SECONDS)
         self._hook(step, state)
-        self._pulse.beat()
+        self._watchdog.beat()

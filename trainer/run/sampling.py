@@ -1,4 +1,4 @@
-"""Text from a trained model, for models that can generate and data that can decode."""
+"""Generates text with a trained model, if the model and the data support it."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -26,49 +26,48 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
 ) -> str:
-    """The prompt and its continuation. All processes of a job must call it.
+    """Returns the prompt and its continuation. Every process must call this.
 
     Args:
-      params: with layers in their own order.
+      params: with layers in their canonical order.
     """
-    # One row of batch cannot be cut, and layers that follow one another are not worth
-    # to be kept apart: only the other cuts of the weights stay.
+    # A batch of one row cannot be sharded, and there is no pipeline to shard layers
+    # for: only the other shardings of the weights stay.
     rules = config.make_rules().without("batch", "lookup_batch", "layer")
     shard = Sharder(mesh, rules)
     layout = resolve(params, rules, mesh, axes=config.model.axes())
     params = jax.jit(lambda x: x, out_shardings=layout.shardings(mesh))(params)
-    generate, tokens = _ready(config, prompt, num_tokens, shard)
+    generate, tokens = _generate_fn(config, prompt, num_tokens, shard)
     generate = functools.partial(generate, temperature=temperature, top_k=top_k)
-    whole = NamedSharding(mesh, P())
-    result = jax.jit(generate, out_shardings=whole)(
+    replicated = NamedSharding(mesh, P())
+    result = jax.jit(generate, out_shardings=replicated)(
         params, tokens, key=jax.random.key(seed)
     )
     return _tokenizer(config).decode(jax.device_get(result)[0])
 
 
 def _tokenizer(config: "Config") -> Any:
-    """What turns text into tokens and back; None where the data is not text."""
+    """Returns the tokenizer of the data; None if it is not text."""
     make = getattr(config.data, "tokenizer", None)
     return None if make is None else make()
 
 
 def check(config: "Config", prompt: str, num_tokens: int) -> None:
-    """Raises what `sample` would raise, by shapes alone: before training, not after."""
-    generate, tokens = _ready(config, prompt, num_tokens, Sharder())
+    """Raises what `sample` would raise after training, using shapes alone."""
+    generate, tokens = _generate_fn(config, prompt, num_tokens, Sharder())
     key = jax.random.key(0)
     params = jax.eval_shape(config.model.init, key)
     jax.eval_shape(functools.partial(generate, key=key), params, tokens)
 
 
-def _ready(config: "Config", prompt: str, num_tokens: int, shard: Sharder) -> Any:
-    """(the model's generate for so many tokens, the prompt's tokens [1, P])."""
+def _generate_fn(config: "Config", prompt: str, num_tokens: int, shard: Sharder) -> Any:
+    """Returns the model's `generate`, and the prompt as tokens [1, P]."""
     model, tokenizer = config.model, _tokenizer(config)
     if tokenizer is None or not hasattr(model, "generate"):
         raise ValueError(
             f"{label(type(model))} with data {type(config.data).__name__} cannot "
-            "write text: the model needs a method `generate` and the data a method "
-            "`tokenizer`. "
-            "Train on text, or leave sample_prompt unset."
+            "generate text: the model needs a method `generate` and the data a method "
+            "`tokenizer`. Train on text, or leave sample_prompt unset."
         )
     ids = tokenizer.encode(prompt)
     if len(ids) == 0:

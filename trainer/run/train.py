@@ -1,8 +1,7 @@
-"""Training, from a config to a trained state, in the order things come to exist."""
+"""Trains a model: from a config to a trained state, in the order things are created."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -11,7 +10,7 @@ from rich.console import Console
 from ..checkpoint.manager import Checkpoints
 from ..checkpoint.restore import Position
 from ..config import tree as config_tree
-from ..job import joining, network_probe, preflight
+from ..job import network_probe, preflight
 from ..job.group import Group
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
 from ..program.computation import Choose, Computation, check_minimum, choose_plain
@@ -34,30 +33,35 @@ class Config(Computation):
     """Everything that defines a run: its computation, and how it is run.
 
     Attributes:
-      rewind_after: so many failed steps in a row make the run go back to its last good
-        checkpoint and pass over the data since.
-      max_rewinds: so often in a row, without a new checkpoint between.
-      stall_seconds: without a finished step, after which this process writes stacks
-        and ends; None for 60, or ten times the median if that is more; 0 for never.
-      init_from: a run folder, or the folder of one step of it, whose parameters the run
-        begins with; used only where it has no checkpoint of its own.
-      eval_every: steps between evaluations, one more at the end; 0 only there.
+      rewind_after: after this many failed steps in a row the run rewinds to its last
+        good checkpoint and skips the data since.
+      max_rewinds: how often it may rewind in a row, without a new checkpoint.
+      stall_seconds: after this long without a finished step, this process writes its
+        stacks and exits; None for 60, or ten times the median between two reports if
+        that is more; 0 for never.
+      init_from: a run folder, or the folder of one of its steps, whose parameters the
+        run starts with; ignored once the run has a checkpoint of its own.
+      log_every: steps between updates of the log and of metrics.jsonl.
+      eval_every: steps between evaluations, besides the one at the end; 0 for only
+        that one.
       eval_batches: batches of the held-out split in each evaluation; None for all of
         it, 0 for none.
-      test_batches: the same of the test split, once, after the last step.
-      save_every: steps between checkpoints, one more at the end; 0 only there.
-      checkpoint_folder: where checkpoints are saved, a folder with its whole path or
-        gs://BUCKET/...; None takes `checkpoints` in the run folder.
+      test_batches: the same for the test split, evaluated once, after the last step.
+      save_every: steps between checkpoints, besides the one at the end; 0 for only
+        that one.
+      checkpoint_folder: where checkpoints are saved, an absolute path or
+        gs://BUCKET/...; None for `checkpoints` in the run folder.
       keep_checkpoints: how many of the newest are kept; None keeps all.
       keep_every: steps that are multiples of it are kept too; 0 for none.
-      keep_best: how many with the lowest held-out loss are kept too, of those saved at
-        a step with an evaluation.
-      check_replicas_every: steps between checks that copies of arrays on several
-        devices are equal, one more at the end; 0 for none.
-      writers: any of "tensorboard", "wandb", beside metrics.jsonl.
-      probe_network: measure how fast each axis of the mesh is, before training; None
-        does where there are several processes.
-      sample_prompt: text to continue after training, where the model can generate.
+      keep_best: how many with the lowest held-out loss are kept too, among those saved
+        at a step with an evaluation.
+      check_replicas_every: steps between checks that replicas of arrays on several
+        devices are equal, besides the one at the end; 0 for none.
+      writers: any of "tensorboard", "wandb", in addition to metrics.jsonl.
+      probe_network: measure how fast each axis of the mesh is before training; None
+        for only with several processes.
+      sample_prompt: text to continue after training, if the model can generate.
+      sample_tokens: how many tokens to generate.
     """
 
     rewind_after: int = 10
@@ -83,7 +87,7 @@ class Config(Computation):
         super().__post_init__()
         check_minimum(self, 1, "log_every", "sample_tokens", "keep_checkpoints")
         check_minimum(self, 1, "rewind_after")
-        # 0 steps or batches mean never.
+        # For these, 0 means never.
         check_minimum(
             self, 0, "eval_every", "eval_batches", "save_every", "max_rewinds"
         )
@@ -91,8 +95,8 @@ class Config(Computation):
         check_minimum(self, 0, "check_replicas_every")
         if self.stall_seconds is not None and not self.stall_seconds >= 0:
             raise ValueError(
-                f"stall_seconds must not be negative, got {self.stall_seconds}; 0 "
-                "never ends a process that is stuck"
+                f"stall_seconds must be >= 0, got {self.stall_seconds}; 0 never ends "
+                "a process that is stuck"
             )
         if self.keep_best and self.eval_batches == 0:
             raise ValueError(
@@ -107,8 +111,8 @@ class Config(Computation):
         storage.check(self.checkpoint_folder)
         if unknown := set(self.writers) - set(metrics.EXTRAS):
             raise ValueError(
-                f"writers: {sorted(unknown)[0]!r} is unknown; there are 'tensorboard' "
-                "and 'wandb'"
+                f"writers: {sorted(unknown)[0]!r} is not a writer; expected "
+                "'tensorboard' or 'wandb'"
             )
 
 
@@ -123,7 +127,7 @@ def train(
     invocation: Invocation | None = None,
     console: Console | None = None,
     hooks: Iterable[loop.Hook] = (),
-    should_leave: Callable[[int], bool] | None = None,
+    should_stop: Callable[[int], bool] | None = None,
     phases: Phases | None = None,
     choose: Choose = choose_plain,
     observer: Observer | None = None,
@@ -133,108 +137,92 @@ def train(
     Every process of the group must call this.
 
     Args:
-      origins, config_text: where the config's values came from, for the run folder.
+      origins, config_text: where the values of the config came from, and its text; for
+        the run folder.
       insist: continue a folder that was started with another config or other data.
       group: the processes that train together; by default all that jax knows.
       invocation: how this process was started, for the record.
-      hooks: called beside the built-in ones.
-      should_leave: asked after each step; if true, the run saves and raises
+      hooks: called after the built-in ones.
+      should_stop: called after each step; if true, the run saves and raises
         preemption.Preempted. It must be true at the same step in all processes.
-      phases: the start of this process, to be continued.
+      phases: how this process has started up so far.
       choose: fills in what the config leaves open; `meshloom train` compares plans.
-      observer: told about the run, in the first process only.
+      observer: called in the first process only.
     """
     group = group or Group.of_jax()
     invocation = invocation or Invocation()
     if console is None:
         console = Console(quiet=not group.is_first, highlight=False, soft_wrap=True)
     phases = phases or Phases(invocation.attempt)
-    # Before anything that could hang if processes differ.
-    record = preflight.check_environment(config, group, invocation.flags)
-    if group.size > 1:
-        joining.connect()
-    with contextlib.ExitStack() as held:
-        opened, record = open_run(
-            config,
-            RunFolder(workdir, is_writer=group.is_first),
-            group,
-            invocation,
-            record,
-            held,
-            choose=choose,
-            insist=insist,
-            say=console.print,
-        )
-        prepared, folder = opened.prepared, opened.folder
+    opening = open_run(
+        config,
+        workdir,
+        group,
+        invocation,
+        choose=choose,
+        insist=insist,
+        log=console.print,
+    )
+    with opening as opened, _watchdog(opened, group, invocation) as watchdog:
         _announce(opened, console)
-        ledger = Ledger(folder.path, is_writer=folder.is_writer)
-        watchdog = held.enter_context(
-            Watchdog(
-                folder.path,
-                group,
-                stall_seconds=config.stall_seconds,
-                report_to=invocation.progress_file,
-                end=invocation.end,
-            )
-        )
-        checkpoints = Checkpoints(
-            opened.saved,
-            group,
-            keep=config.keep_checkpoints,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            event=ledger.event,
-        )
+        ledger = Ledger(opened.folder.path, is_writer=group.is_first)
         run = Run(
-            prepared,
-            group,
-            invocation,
-            folder,
-            checkpoints,
-            ledger,
-            watchdog,
-            console,
-            hooks,
-            should_leave,
-            phases,
-            _executables(group, invocation, folder, console),
+            prepared=opened.prepared,
+            group=group,
+            invocation=invocation,
+            folder=opened.folder,
+            checkpoints=_checkpoints(opened, group, ledger),
+            ledger=ledger,
+            watchdog=watchdog,
+            console=console,
+            hooks=hooks,
+            should_stop=should_stop,
+            phases=phases,
+            executables=_executables(group, invocation, opened.folder, console),
         )
         phases.reached("ready")
         observer = observer if group.is_first else None
         try:
-            position = _begin(run, record, origins or {}, config_text)
-            state = position.state
-            if config.probe_network or (
-                config.probe_network is None and group.size > 1
-            ):
-                network_probe.run(prepared.mesh, group, folder, record.hosts, console)
-            if position.step >= config.num_steps:
-                console.print(f"This run is complete at step {position.step}.")
-            else:
-                if position.step:
-                    console.print(f"Resuming from step {position.step}")
-                _write_pipeline(prepared, folder, position.step)
-                if observer is not None:
-                    hosts = record.hosts
-                    line = observer.begins(prepared, folder, position.step, hosts)
-                    console.print(line, markup=False)
-                state = run.train(position)
+            position = _begin(run, opened.record, origins or {}, config_text)
+            state = _train(run, position, opened.record.hosts, observer)
         finally:
-            checkpoints.close()
+            run.checkpoints.close()
         ledger.event("done", step=int(state.step))
         watchdog.beat(allow=ALLOW_SECONDS)
-        finish(prepared, folder, state, observer, ledger, console)
+        finish(run, state, observer)
         group.wait("done")
         return state
+
+
+def _watchdog(opened: Opened, group: Group, invocation: Invocation) -> Watchdog:
+    return Watchdog(
+        opened.folder.path,
+        group,
+        stall_seconds=opened.prepared.config.stall_seconds,
+        report_to=invocation.progress_file,
+        end=invocation.end,
+    )
+
+
+def _checkpoints(opened: Opened, group: Group, ledger: Ledger) -> Checkpoints:
+    config = opened.prepared.config
+    return Checkpoints(
+        opened.saved,
+        group,
+        keep=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        keep_best=config.keep_best,
+        event=ledger.event,
+    )
 
 
 def _executables(
     group: Group, invocation: Invocation, folder: RunFolder, console: Console
 ) -> Executables:
-    """Keeps compiled programs in the run folder if jax's own cache does not help."""
-    is_served = group.size == 1 or jax.default_backend() != "cpu"
+    """Stores compiled programs in the run folder if jax's cache cannot be used."""
+    jax_caches = group.size == 1 or jax.default_backend() != "cpu"
     return Executables(
-        None if is_served else folder.path,
+        None if jax_caches else folder.path,
         lambda text: console.print(text, markup=False),
         process=(group.index, group.size),
         flags=invocation.flags,
@@ -247,8 +235,8 @@ def _announce(opened: Opened, console: Console) -> None:
     for line in (*prepared.describe(), *opened.differences):
         console.print(line, markup=False)
     if prepared.identity is not None and prepared.identity.changes:
-        words = prepared.identity.words()
-        console.print(f"Continued with other data:\n{words}", markup=False)
+        changes = prepared.identity.describe_changes()
+        console.print(f"Continuing with different data:\n{changes}", markup=False)
 
 
 def _begin(
@@ -257,7 +245,7 @@ def _begin(
     origins: Mapping[str, str],
     config_text: str,
 ) -> Position:
-    """Restores or starts from scratch, and writes what the run is now.
+    """Restores or initializes the state, and describes the run in its folder.
 
     Nothing in the run folder changes before this attempt has restored.
     """
@@ -274,6 +262,26 @@ def _begin(
     folder.write_json("sharding.json", prepared.layout.params.to_json())
     _write_preflight(record, folder)
     return position
+
+
+def _train(
+    run: Run, position: Position, hosts: Sequence[str], observer: Observer | None
+) -> State:
+    """Trains the steps that are left, if any."""
+    prepared, folder, console = run.prepared, run.folder, run.console
+    config = prepared.config
+    if config.probe_network or (config.probe_network is None and run.group.size > 1):
+        network_probe.run(prepared.mesh, run.group, folder, hosts, console)
+    if position.step >= config.num_steps:
+        console.print(f"This run is complete at step {position.step}.")
+        return position.state
+    if position.step:
+        console.print(f"Resuming from step {position.step}")
+    _write_pipeline(prepared, folder, position.step)
+    if observer is not None:
+        line = observer.on_start(prepared, folder, position.step, hosts)
+        console.print(line, markup=False)
+    return run.train(position)
 
 
 def _write_preflight(record: preflight.Record, folder: RunFolder) -> None:

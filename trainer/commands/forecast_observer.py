@@ -1,4 +1,4 @@
-"""What `meshloom train` adds to a run: a forecast of its step, and the report."""
+"""Adds to a run of `meshloom train`: a forecast of its step, and the report."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -9,20 +9,20 @@ from ..report import write_report
 from ..run.prepare import Prepared
 
 
-class Forecasting:
-    """An Observer that says what a step will take, and at the end how right it was."""
+class ForecastObserver:
+    """An Observer that forecasts the step time, and checks the forecast at the end."""
 
     def __init__(self):
         self._forecast: forecast_lib.Forecast | None = None
 
-    def begins(
+    def on_start(
         self, prepared: Prepared, folder: RunFolder, start: int, hosts: Sequence[str]
     ) -> str:
         self._forecast = forecast_lib.foretell(prepared, start, hosts)
         folder.write_json(forecast_lib.FILE, self._forecast.to_json())
         return self._forecast.line()
 
-    def ended(
+    def on_end(
         self, prepared: Prepared, folder: RunFolder
     ) -> Iterable[tuple[str, Callable[[], Iterable[str]]]]:
         return (
@@ -34,7 +34,7 @@ class Forecasting:
         )
 
     def _compare(self, prepared: Prepared, folder: RunFolder) -> Iterator[str]:
-        """How right the forecast was; where there was none, that has been said."""
+        """Yields lines about how accurate the forecast was, if there was one."""
         forecast = self._forecast
         if forecast is None or forecast.plan is None:
             return

@@ -1,7 +1,7 @@
-"""Whether a run may be given another number of steps: where its learning rate goes on.
+"""Whether the number of steps of a run may change: if its learning rate does not jump.
 
-Schedules are shares of a run, so another length changes them. A run may go on with
-another `num_steps` if the last update that was done has the same rate by both.
+Schedules are defined by shares of a run, so another length changes them. A run may
+continue with another `num_steps` if its last update has the same learning rate in both.
 """
 
 from collections.abc import Iterable
@@ -22,39 +22,39 @@ FIELD = "num_steps"
 def check(
     changes: Iterable[Change], schedule: "Schedule", done: int | None, *, insist: bool
 ) -> list[str]:
-    """Returns what to say of a changed num_steps; raises where the rate would jump.
+    """Returns lines about a changed num_steps; raises if the learning rate would jump.
 
     Args:
       changes: of the config, since the run folder was started.
-      done: updates of the newest checkpoint, None for no checkpoint.
-      insist: to go on all the same.
+      done: the step of the newest checkpoint; None if there is none.
+      insist: accept the jump.
     """
-    found = {change.path: change for change in changes}
-    if FIELD not in found or not done:
+    change = next((change for change in changes if change.path == FIELD), None)
+    if change is None or not done:
         return []
-    old, new = found[FIELD].old, found[FIELD].new
+    old, new = change.old, change.new
     before, now = (_rates(schedule, num_steps, done + 1) for num_steps in (old, new))
     differs = ~np.isclose(before, now, rtol=1e-6, atol=0)
     num, last = int(differs[:done].sum()), done - 1
     if num == 0:
         return [
-            f"num_steps {old} -> {new}: the {done} updates done are the same in both"
+            f"num_steps {old} -> {new}: the {done} updates so far are the same in both"
         ]
     facts = (
-        f"of the {done} updates done, {num} would have had another learning rate in a "
+        f"{num} of the {done} updates so far would have had another learning rate in a "
         f"run of {new} steps"
     )
     if not differs[last]:
-        rate = f"it goes on with {now[done]:.3g}"
+        rate = f"training continues with {now[done]:.3g}"
         return [f"num_steps {old} -> {new}: {facts}; {rate}"]
     jump = f"the last had {before[last]:.3g}, the next would have {now[done]:.3g}"
     if insist:
         return [f"num_steps {old} -> {new}: {facts}; {jump}"]
     raise ValueError(
         f"num_steps {old} -> {new}: {type(schedule).__name__} spreads its learning "
-        f"rate over the whole run, and {facts}: {jump}. To go on with that jump, pass "
-        f"--insist; or keep num_steps={old}; or begin a new run with these weights "
-        "(init_from). Schedules that can be prolonged: Constant, and WarmupStableDecay "
+        f"rate over the whole run, and {facts}: {jump}. To accept the jump, pass "
+        f"--insist; or keep num_steps={old}; or start a new run from these weights "
+        "(init_from). Schedules that can be extended: Constant, and WarmupStableDecay "
         "before its decay."
     )
 
