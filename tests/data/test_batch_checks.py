@@ -28,11 +28,11 @@ def test_a_dtype_that_jax_would_convert_is_an_error_before_a_run(tmp_path):
     {
         "type": (
             {"eval_label": np.zeros(40, np.int16)},
-            r"'label' as int16\[\] in split 'eval' and int32\[\] in split 'train'",
+            r"'label' as int16\[\] in split 'eval' and as int32\[\] in split 'train'",
         ),
         "shape": (
             {"eval_x": np.zeros((40, 7), np.float32)},
-            r"'x' as float32\[7\] in split 'eval' and float32\[8\] in split 'train'",
+            r"'x' as float32\[7\] in split 'eval' and as float32\[8\] in split 'train'",
         ),
     }.values(),
 )

@@ -228,7 +228,9 @@ def test_what_does_not_fit_is_named():
     refused("mesh axis tensor=2.*the rules use", mesh=mesh)
     without = {name: x for name, x in batch.items() if name != "weights"}
     mesh = MeshSpec(data=2).make(jax.devices()[:2])
-    refused("no array 'weights', which the model needs", batch=without, mesh=mesh)
+    refused(
+        "needs an array 'weights', but the batch has only", batch=without, mesh=mesh
+    )
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=2"])
