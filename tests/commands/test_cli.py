@@ -1,4 +1,4 @@
-"""The command line: its flags, its speed, and what configs and plans it shows."""
+"""Tests of the command line: flags, startup time, and `config` and `explain`."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from tiny_runs import COMMAND, TINY, command
 from meshloom.trainer import cli
 from meshloom.trainer.cli import main
 
-# A new flag is a decision: most settings belong into the config (--set).
+# Adding a flag is a decision: most settings belong in the config (--set).
 CONFIG_FLAGS = {"--config", "--set", "--mesh"}
 SUPERVISED = {"--cpu-devices", "--max-restarts", "--stall-seconds", "--start-seconds"}
 SUPERVISED |= {"--grace-seconds", "--logs", "COMMAND"}
@@ -62,7 +62,7 @@ HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
 
 
 def output(capsys, *argv) -> str:
-    """What a command that succeeds in this process prints."""
+    """Returns the output of a command that succeeds in this process."""
     capsys.readouterr()
     assert main(list(argv)) == 0
     return capsys.readouterr().out
@@ -78,7 +78,7 @@ def subcommands(parser, path=()):
             yield from subcommands(child, (*path, name))
 
 
-# Flags, help and wrong arguments.
+# Flags, help and invalid arguments.
 
 
 def test_flags_are_pinned():
@@ -153,7 +153,7 @@ def test_parsing_imports_nothing_heavy(argv):
 
 
 def test_without_arguments_the_default_is_trained(tmp_path):
-    """A real process, from a folder of its own; --dry-run touches nothing."""
+    """Runs a real process in its own folder; --dry-run writes nothing."""
     result = subprocess.run(
         [COMMAND, "train", "--dry-run", "--cpu-devices", "4"],
         capture_output=True,
@@ -182,7 +182,7 @@ def test_flags_reach_the_config(capsys):
 
 
 def values(text: str) -> dict[str, tuple[str, str]]:
-    """{path: (value, origin)} of what `config show` prints."""
+    """Returns {path: (value, origin)} of the output of `config show`."""
     rows = (re.fullmatch(r"(\S+) += (.*?) +# (.+)", line) for line in text.splitlines())
     return {row[1]: (row[2], row[3]) for row in rows if row}
 
@@ -255,7 +255,7 @@ def test_a_closed_pipe_is_no_error():
         timeout=60,
     )
     assert (result.stdout, result.stderr) == ("{\n", "")
-    assert result.returncode in (0, cli.PIPE_CLOSED)  # it may have been quick enough
+    assert result.returncode in (0, cli.PIPE_CLOSED)  # it may have finished first
 
 
 def test_ctrl_c_ends_quietly(monkeypatch, capsys):
