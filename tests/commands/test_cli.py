@@ -1,4 +1,4 @@
-"""The command line: its flags, its imports, and the commands that only print."""
+"""Tests of the command line: flags, startup time, and `config` and `explain`."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from meshloom.trainer import cli
 from meshloom.trainer.cli import main
 from meshloom.trainer.commands import report
 
-# A new flag needs a decision: most settings belong in the config (--set).
+# Adding a flag is a decision: most settings belong in the config (--set).
 CONFIG_FLAGS = {"--config", "--set", "--mesh"}
 SUPERVISED = {"--cpu-devices", "--max-restarts", "--stall-seconds", "--start-seconds"}
 SUPERVISED |= {"--grace-seconds", "--logs", "COMMAND"}
@@ -63,7 +63,7 @@ HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
 
 
 def output(capsys, *argv) -> str:
-    """Returns what a command prints; it runs in this process and succeeds."""
+    """Returns the output of a command that succeeds in this process."""
     capsys.readouterr()
     assert main(list(argv)) == 0
     return capsys.readouterr().out
@@ -79,7 +79,7 @@ def subcommands(parser, path=()):
             yield from subcommands(child, (*path, name))
 
 
-# Flags, help and wrong arguments.
+# Flags, help and invalid arguments.
 
 
 def test_flags_are_pinned():
@@ -154,7 +154,7 @@ def test_parsing_imports_nothing_heavy(argv):
 
 
 def test_without_arguments_the_default_is_trained(tmp_path):
-    """In a real process, in a folder of its own; --dry-run writes nothing."""
+    """Runs a real process in its own folder; --dry-run writes nothing."""
     result = subprocess.run(
         [COMMAND, "train", "--dry-run", "--cpu-devices", "4"],
         capture_output=True,
@@ -183,7 +183,7 @@ def test_flags_reach_the_config(capsys):
 
 
 def values(text: str) -> dict[str, tuple[str, str]]:
-    """Parses the output of `config show` into {path: (value, origin)}."""
+    """Returns {path: (value, origin)} of the output of `config show`."""
     rows = (re.fullmatch(r"(\S+) += (.*?) +# (.+)", line) for line in text.splitlines())
     return {row[1]: (row[2], row[3]) for row in rows if row}
 
@@ -256,10 +256,7 @@ def test_a_closed_pipe_is_not_an_error():
         timeout=60,
     )
     assert (result.stdout, result.stderr) == ("{\n", "")
-    assert result.returncode in (
-        0,
-        cli.PIPE_CLOSED,
-    )  # it may have printed everything before
+    assert result.returncode in (0, cli.PIPE_CLOSED)  # it may have finished first
 
 
 def test_ctrl_c_ends_quietly(monkeypatch, capsys):

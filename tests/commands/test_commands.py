@@ -1,4 +1,4 @@
-"""The subcommands in sequence: data build, train, generate, report."""
+"""Tests of the subcommands in sequence: data build, train, generate, report."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from meshloom.trainer.run import train as train_lib
 
 
 def output(capsys, *argv) -> str:
-    """Returns what a command prints; it runs in this process and succeeds."""
+    """Returns the output of a command that succeeds in this process."""
     capsys.readouterr()
     assert main(list(argv)) == 0
     return capsys.readouterr().out
@@ -31,7 +31,7 @@ def refused(capsys, *argv) -> str:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A corpus built from some text by `meshloom data build`."""
+    """Returns a corpus that `meshloom data build` built from text."""
     root = tmp_path_factory.mktemp("corpus")
     (root / "text").mkdir()
     for number in range(40):
@@ -43,7 +43,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
-    """A run on that corpus, in a process of its own."""
+    """Returns a run on that corpus, started by the command."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     sets = ["data=@data.ArrayRecords()", f'data.path="{corpus}"', "data.length=16"]
     sets += ["data.holdout=0.25", "model.vocab_size=257"]
@@ -95,7 +95,7 @@ def test_config_gin_of_a_run_is_a_config(run, capsys):
 
 def test_the_run_remembers_its_command(run):
     environment = json.loads((run / "environment.json").read_text())
-    # Ready to be pasted into a shell.
+    # As you would paste it into a shell.
     assert "meshloom train --config " in environment["command"]
     assert "'data=@data.ArrayRecords()'" in environment["command"]
 

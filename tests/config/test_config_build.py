@@ -5,7 +5,7 @@ from meshloom.trainer.config.files import load
 
 
 def error_in(toy, line, sets=()):
-    """The message for `line`, which is line 9 of mine.gin after the base lines."""
+    """Returns the error for `line`, which is line 9 of mine.gin."""
     return error(toy, [write(BASE + line)], sets)
 
 

@@ -101,7 +101,7 @@ def test_text_gives_the_same_config_again(toy, extra):
     again = load([write(loaded.text, "config.gin")], root=toy.Config)
     assert again.config == loaded.config
     assert config_tree.digest(again.config) == config_tree.digest(loaded.config)
-    # Defaults are written too: a changed default does not change an old run.
+    # Defaults are written too, so that a changed default does not change an old run.
     assert "default" not in again.origins.values()
 
 
@@ -134,7 +134,7 @@ def test_a_name_imported_by_an_included_file_does_not_hide_ones_own(toy):
     assert load([mine], root=toy.Config).config.model.d_model == 8
 
 
-def test_a_module_loaded_anew_is_used(toy):
+def test_a_reloaded_module_is_used(toy):
     load(["base"], root=toy.Config)
     sys.modules.pop("toy")
     fresh = importlib.import_module("toy")

@@ -58,7 +58,7 @@ def test_conform_to_a_protocol():
 
 
 @pytest.mark.parametrize(
-    ("value", "annotation", "words"),
+    ("value", "annotation", "expected"),
     [
         (True, int, "int"),
         (True, float, "float"),
@@ -80,7 +80,7 @@ def test_conform_to_a_protocol():
         (Leaf(), type[Leaf], "type[test_config_types.Leaf]"),
     ],
 )
-def test_conform_refuses(value, annotation, words):
+def test_conform_rejects(value, annotation, expected):
     with pytest.raises(TypeError):
         conform(value, annotation)
-    assert describe(annotation) == words
+    assert describe(annotation) == expected

@@ -1,4 +1,4 @@
-"""Every shipped config, by shapes alone: no data, no devices."""
+"""Tests of every shipped config by shapes alone, without data or devices."""
 
 import pathlib
 import shlex
@@ -27,7 +27,7 @@ MESHES = {
     "llama3_8b": ["fsdp=64", "fsdp=16,tensor=4", "replica=2,fsdp=32"],
     "llama3_70b": ["fsdp=64,tensor=4", "fsdp=256", "replica=4,fsdp=32,tensor=8"],
 }
-# Also with the residual stream cut by position, and with both sides of a matrix cut.
+# Also with the residual stream sharded by position, and both sides of a matrix sharded.
 PLANS = ("data+fsdp+tensor", "data+fsdp+tensor+sequence", "data+tensor2d")
 
 
@@ -63,7 +63,7 @@ def test_the_header_holds_a_command_that_runs_it(name):
     argv = shlex.split(command.removeprefix("#"))[1:]
     args = cli._parser().parse_args(argv)
     assert args.config == (None if name == "default" else [name])
-    # What the header promises is a config that loads with these very flags.
+    # The command in the header must load with exactly these flags.
     loaded = config_files.load([name], args.set, root=train.Config)
     if args.mesh:
         spec = MeshSpec.parse(args.mesh)
@@ -75,15 +75,15 @@ def test_the_header_holds_a_command_that_runs_it(name):
 @pytest.mark.parametrize(
     "name, mesh", [(name, mesh) for name in MESHES for mesh in MESHES[name]]
 )
-def test_every_rule_resolves_and_nothing_large_is_whole(configs, name, mesh, plan):
+def test_every_rule_resolves_and_nothing_large_is_replicated(configs, name, mesh, plan):
     config = configs[name]
     planned = layout(config, mesh, plan)
     num_params = sum(a.bytes for a in planned.params.arrays)
     spec = MeshSpec.parse(mesh)
-    if spec.fsdp > 1 or spec.tensor > 1:  # plain data parallel keeps weights whole
+    if spec.fsdp > 1 or spec.tensor > 1:  # plain data parallelism replicates weights
         for array in planned.params.replicated():
             assert array.bytes < 0.01 * num_params, array.path
-    # AdamW keeps two arrays of the parameters' sizes, cut at least as far.
+    # AdamW has two arrays of each parameter's shape, sharded at least as much.
     moments = planned.opt_state.bytes_per_device
     assert moments <= 2 * planned.params.bytes_per_device + 64
 

@@ -1,4 +1,4 @@
-"""Program: the step as an object, on any mesh, beside others, and leaving nothing."""
+"""Tests of Program: on any mesh, next to other Programs, and without leaks."""
 
 import functools
 import gc

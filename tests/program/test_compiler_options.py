@@ -9,8 +9,8 @@ from meshloom.trainer.program import compiler_options
 from meshloom.trainer.run.prepare import prepare
 
 
-def test_values_are_those_of_the_words():
-    words = ("xla_a=true", "xla_b=false", "xla_c=12", "xla_d=-1", "xla_e=fast")
+def test_values_are_parsed():
+    options = ("xla_a=true", "xla_b=false", "xla_c=12", "xla_d=-1", "xla_e=fast")
     expected = {
         "xla_a": True,
         "xla_b": False,
@@ -18,7 +18,7 @@ def test_values_are_those_of_the_words():
         "xla_d": -1,
         "xla_e": "fast",
     }
-    assert compiler_options.parse(words) == expected
+    assert compiler_options.parse(options) == expected
 
 
 @pytest.mark.parametrize(

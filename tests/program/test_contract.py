@@ -1,4 +1,4 @@
-"""Keys, modes, variables and epochs: the same on every mesh and for every split.
+"""Tests that keys, modes, variables and epochs are the same on every mesh and split.
 
 Equal to float32 rounding means: the sums of a batch are added in another order on each
 mesh, and nothing else differs. Keys, masks and augmented rows are equal bit for bit, as
@@ -41,7 +41,7 @@ TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # a few sums of 24 rows a step, 8 step
 
 
 def trained(mesh, **changes):
-    """(losses, the last state on the host, its layout's pieces) after 8 steps."""
+    """Returns (losses, last state on the host, shard shapes) after 8 steps."""
     prepared = short_runs.prepare(CONFIG, mesh, **changes)
     _, losses, state = short_runs.run(prepared, prepared.program.step)
     return losses, jax.device_get(state), prepared
@@ -72,7 +72,7 @@ def test_trains_alike_on_every_mesh(mesh, one_device):
 
 @pytest.mark.parametrize("mesh", [ODD, "data=4"])
 def test_trains_alike_on_every_mesh_with_microbatches(mesh, two_microbatches):
-    """Batch norm normalizes by microbatch, and which rows that has no mesh changes."""
+    """Batch norm normalizes each microbatch, whose rows do not depend on the mesh."""
     assert_close(trained(mesh, num_microbatches=2), two_microbatches)
 
 
@@ -85,7 +85,7 @@ def test_a_sum_over_examples_is_the_same_for_every_split(mesh, num):
 
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("mesh", ["data=1", ODD])
-def test_running_averages_are_those_of_the_whole_batch(mesh, num):
+def test_running_averages_are_those_of_the_global_batch(mesh, num):
     prepared = short_runs.prepare(CONFIG, mesh, num_microbatches=num, num_steps=4)
     *_, state = short_runs.run(prepared, prepared.program.step)
     mean, variance = 0.0, 1.0
@@ -144,7 +144,7 @@ def test_a_skipped_step_leaves_variables_alone(num):
 
 
 def test_evaluation_uses_running_averages_and_no_noise(one_device):
-    """By hand, on the rows of the held-out split as they are."""
+    """Compared with a computation by hand on the held-out rows."""
     _, state, prepared = one_device
     data = prepared.held_out["eval"].data
     p, v = state.params, state.variables
@@ -193,7 +193,7 @@ def test_dropout_has_the_same_bits_on_every_mesh_and_split():
     assert len({row.tobytes() for row in expected}) == BATCH
 
 
-def test_every_step_drops_anew_and_evaluation_always_the_same():
+def test_dropout_differs_by_step_but_not_between_evaluations():
     """On one batch, with a learning rate of 0."""
     still = Constant(value=0.0)
     prepared = short_runs.prepare(CONFIG, ODD, schedule=still)
@@ -235,8 +235,8 @@ def test_keys_differ_by_seed_step_and_kind_and_from_those_of_init():
         for kind in (contract.TRAINING, contract.EVALUATION)
     ]
     found += [jax.random.split(jax.random.key(seed), 64) for seed in (0, 1)]
-    words = np.concatenate([jax.random.key_data(keys) for keys in found])
-    assert len({tuple(word) for word in words.tolist()}) == len(words)
+    data = np.concatenate([jax.random.key_data(keys) for keys in found])
+    assert len({tuple(row) for row in data.tolist()}) == len(data)
 
 
 def test_rows_differ_by_epoch_and_not_by_process():
@@ -268,7 +268,7 @@ def run(workdir, hooks=(), **changes):
 def test_resumes_to_the_same_bits(tmp_path):
     """Killed after step 5 and resumed from 4, in another epoch of the data."""
     mesh = MeshSpec(data=2, fsdp=2, tensor=2)
-    expected = run(tmp_path / "whole", mesh=mesh)
+    expected = run(tmp_path / "uninterrupted", mesh=mesh)
 
     def fail(step, state):
         raise OSError("the machine is gone")
@@ -292,7 +292,7 @@ def test_resumes_to_the_same_bits(tmp_path):
 def test_microbatches_of_a_batch_norm_are_never_changed_in_silence(
     tmp_path, monkeypatch
 ):
-    """They change what it computes: not on resume, with fewer processes, or to fit."""
+    """They change the result, so neither a resume nor a plan may change them."""
     mesh = MeshSpec(data=4, fsdp=2)
     run(tmp_path / "run", mesh=mesh, num_steps=1)
     with pytest.raises(ValueError, match="num_microbatches"):

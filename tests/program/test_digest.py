@@ -1,4 +1,4 @@
-"""Digests: equal for equal arrays however they are cut, different for any other."""
+"""Tests that digests are equal for equal arrays in any sharding, and only then."""
 
 import jax
 import jax.numpy as jnp

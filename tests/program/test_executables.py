@@ -1,4 +1,4 @@
-"""Compiled programs that are kept for the next start, and served for nothing else."""
+"""Tests of compiled programs that are stored for the next start."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from meshloom.sharding.hlo import order
 from meshloom.trainer.program import digest
 from meshloom.trainer.program.executables import FOLDER, Executables
 
-# Orders of collectives.
+# The order of collectives.
 
 HEADER = """HloModule m
 
@@ -57,7 +57,7 @@ def test_two_loops_that_do_not_need_each_other_have_no_order():
     assert order.unordered(program(WHILE, other)) == ("w", "v")
 
 
-# Programs in files.
+# Stored programs.
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from meshloom.trainer.program.hardware import DEVICES, Device, parse_target
     [
         ("v5p-128", (4, 4, 4), 1, 64),  # names of v4 and v5p count TensorCores
         ("v4-16", (2, 2, 2), 1, 8),
-        ("v5e-256", (16, 16), 1, 256),  # those of v5e and v6e count chips
+        ("v5e-256", (16, 16), 1, 256),  # names of v5e and v6e count chips
         ("v6e-8", (2, 4), 1, 8),
         ("v5e:4x4", (4, 4), 1, 16),
         ("2xv5p-128", (4, 4, 4), 2, 128),
@@ -74,7 +74,7 @@ def test_every_number_has_a_source():
     ("name", "rings"),
     [
         ("v5p-128", (True, True, True)),
-        ("v5p-64", (False, False, False)),  # 2x4x4 is no cube of 4x4x4
+        ("v5p-64", (False, False, False)),  # 2x4x4 does not consist of cubes of 4x4x4
         ("v5e:8x16", (False, True, False)),
         ("v5e-256", (True, True, False)),
         ("h100:8x8", (False, False, False)),

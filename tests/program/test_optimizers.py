@@ -1,4 +1,4 @@
-"""Optimizers by config: they learn, decay matrices only, and are cut like weights."""
+"""Tests that optimizers learn, decay only matrices, and shard their state."""
 
 import math
 
@@ -40,7 +40,7 @@ GPT2 = transformer.Config(
 
 
 class Small:
-    """Parameters of every kind, and nothing to compute with them."""
+    """A model with parameters of every kind and no computation."""
 
     def axes(self):
         return {
@@ -77,7 +77,7 @@ def leaves(tree):
 
 @each
 def test_lowers_the_loss_of_a_small_problem(optimizer):
-    """Least squares through two stacked matrices and a bias."""
+    """The problem is least squares with two stacked matrices and a bias."""
     rng = np.random.default_rng(0)
     x, y = jnp.asarray(rng.normal(size=(2, 64, 8)), jnp.float32)
     params = {
@@ -117,7 +117,7 @@ def test_biases_and_norms_are_no_matrices():
 
 @each
 def test_only_matrices_decay(optimizer):
-    """With gradients of zero an update is decay alone."""
+    """With zero gradients an update consists of decay alone."""
     config = Small()
     if not optimizer.weight_decay:
         optimizer = type(optimizer)(min_dim_size_to_factor=8, weight_decay=0.1)
@@ -154,7 +154,7 @@ def test_adafactor_without_decay_is_optax_adafactor():
     np.testing.assert_allclose(
         jax.jit(lambda: three_updates(ours))(),
         jax.jit(lambda: three_updates(theirs))(),
-        rtol=1e-6,  # the same factors, multiplied in another order
+        rtol=1e-6,  # the same factors, multiplied in a different order
     )
 
 
@@ -202,8 +202,8 @@ def test_muon_updates_are_orthogonal_by_layer():
     for name in ("query", "out"):
         for matrix in np.asarray(updates[name]):
             values = np.linalg.svd(matrix.reshape(64, 64), compute_uv=False)
-            # Newton-Schulz steps bring the singular values near one another, not to 1
-            # exactly; of a random square matrix the smallest is far below the mean.
+            # Newton-Schulz steps bring the singular values close together, not exactly
+            # to 1. The smallest one of a random square matrix is far below the mean.
             assert np.quantile(values, 0.1) > 0.4 * values.max(), (name, values)
 
 
@@ -216,9 +216,9 @@ def test_state_is_cut_like_the_parameters(optimizer):
     state = layout.create(jax.random.key(0), mesh)
 
     params = leaves(state.params)
-    whole = {n for n, x in params.items() if x.sharding.is_fully_replicated}
+    replicated = {n for n, x in params.items() if x.sharding.is_fully_replicated}
     named = leaves(config.axes())
-    assert whole == {n for n, axes in named.items() if "embed" not in axes}
+    assert replicated == {n for n, axes in named.items() if "embed" not in axes}
     same_shape = 0
     for path, x in leaves(state.opt_state).items():
         if x.size == 1 or path.endswith("ns_coeffs"):
@@ -227,9 +227,9 @@ def test_state_is_cut_like_the_parameters(optimizer):
         if x.shape == params[owner].shape:
             assert x.sharding == params[owner].sharding, path
             same_shape += 1
-    # Factored moments are smaller than their parameter: rows or columns of it.
+    # Factored moments have the shape of a row or column of their parameter.
     factored = isinstance(optimizer, Adafactor)
-    assert same_shape >= (len(whole) if factored else len(params))
+    assert same_shape >= (len(replicated) if factored else len(params))
     per_device = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state))
     total = sum(x.size for x in jax.tree.leaves(state))
     assert per_device < total / 4

@@ -1,5 +1,5 @@
-"""The same config on every mesh: the same losses, arrays really cut, and only the
-collectives that the plan asks for.
+"""Tests that a config has the same losses on every mesh, sharded arrays, and only the
+collectives that the plan needs.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ EXPECTED = {
         ("all-reduce", ("fsdp",)),
         ("all-to-all", ("fsdp",)),
     },
-    # The optimizer's part of each gradient, then the new weights put together again.
+    # Each gradient is reduce-scattered for the optimizer, then weights are gathered.
     "zero1": {
         ("all-gather", ("fsdp",)),
         ("all-reduce", ("fsdp",)),
@@ -117,7 +117,7 @@ def test_training_is_the_same_on_every_mesh(name, reference):
     prepared, step_fn = compiled(name)
     initial, losses, _ = run(prepared, step_fn)
     jax.tree.map(np.testing.assert_array_equal, initial, reference[0])
-    # Sums in another order differ in the last bits, which 20 steps may amplify.
+    # Sums in a different order differ in the last bits, which 20 steps may amplify.
     np.testing.assert_allclose(losses, reference[1], rtol=1e-5)
     assert losses[-1] < 0.9 * losses[0]
     found = audit(step_fn, prepared.mesh)
@@ -153,7 +153,7 @@ def test_data_parallel_moves_one_gradient_and_nothing_else():
     found = audit(step_fn, prepared.mesh)
     _, num_bytes = found.total("all-reduce", "data")
     scalars = num_bytes - prepared.layout.params.bytes
-    # The loss, its weight, and copies; the two words of the samples' digest.
+    # The loss, its weight, and replicas; the two lanes of the samples' digest.
     assert 4 * FLOAT <= scalars <= 6 * FLOAT
     assert set(found.by_kind_and_axes()) == {("all-reduce", ("data",))}
 
@@ -165,7 +165,7 @@ def test_fsdp_gathers_each_weight_once_forward_and_once_backward():
     indices = BATCH * LENGTH * 4
     _, gathered = found.total("all-gather", "fsdp")
     assert gathered == 2 * blocks_bytes(prepared) + head + indices
-    # Rows that were looked up turn from width to examples, their gradients back.
+    # Looked-up rows are resharded from width to examples, their gradients back.
     _, turned = found.total("all-to-all", "fsdp")
     assert turned == 2 * BATCH * LENGTH * WIDTH * FLOAT // 8
 
@@ -173,35 +173,35 @@ def test_fsdp_gathers_each_weight_once_forward_and_once_backward():
 def test_tensor_parallel_never_gathers_logits_and_sums_twice_a_block_each_way():
     prepared, step_fn = compiled("tensor")
     found = audit(step_fn, prepared.mesh)
-    activation = BATCH // 2 * LENGTH * WIDTH * FLOAT  # of one data-parallel part
+    activation = BATCH // 2 * LENGTH * WIDTH * FLOAT  # of one data-parallel shard
     logits = BATCH // 2 * LENGTH * VOCAB * FLOAT
     sums = [c for c in found.collectives if c.axes == ("tensor",)]
     assert not found.total("all-gather")[0]
     large = [c for c in sums if c.bytes >= activation * c.count]
-    # Two in each block forward and two backward, the look-up and the head's input.
+    # Two per block forward and two backward, plus the lookup and the head's input.
     assert sum(c.count for c in large) == 4 * LAYERS + 2
-    # The compiler may put a small sum into the same collective. That for CPUs sums the
-    # gradients from gate and up before it adds them, both in one.
+    # The compiler may merge a small sum into the same collective. The CPU compiler
+    # reduces the gradients from gate and up before it adds them, both in one.
     assert sum(c.bytes for c in large) < 1.05 * activation * (5 * LAYERS + 2)
     assert all(c.bytes < logits * c.count for c in sums)
 
 
-def test_a_layout_that_is_not_cut_as_planned_fails():
-    """The proof above can fail: whole parameters do not pass for cut ones."""
+def test_a_layout_that_is_not_sharded_as_planned_fails():
+    """The check above can fail: it rejects replicated parameters."""
     cut = prepare(*LAYOUTS["fsdp"])
-    whole = prepare("fsdp=8", "data", 1)
-    state = whole.layout.create(jax.random.key(0), whole.mesh)
+    replicated = prepare("fsdp=8", "data", 1)
+    state = replicated.layout.create(jax.random.key(0), replicated.mesh)
     with pytest.raises(AssertionError):
         check_cut(cut, state)
 
 
-def test_fewer_evaluation_batches_than_asked_for_is_said():
+def test_fewer_evaluation_batches_than_asked_for_is_reported():
     few = dataclasses.replace(CONFIG.data, num_eval_examples=3 * BATCH)
     config = dataclasses.replace(CONFIG, data=few, eval_batches=5)
     short = prepare_lib.prepare(config, jax.devices()[:1])
     assert short.held_out["eval"].num_batches == 3
-    said = "(3 batches of the held-out split, not eval_batches=5)"
-    assert any(said in line for line in short.describe())
+    note = "(3 batches of the held-out split, not eval_batches=5)"
+    assert any(note in line for line in short.describe())
     enough = dataclasses.replace(config, eval_batches=3)
-    whole = prepare_lib.prepare(enough, jax.devices()[:1])
-    assert not any("not eval_batches" in line for line in whole.describe())
+    full = prepare_lib.prepare(enough, jax.devices()[:1])
+    assert not any("not eval_batches" in line for line in full.describe())

@@ -1,4 +1,4 @@
-"""Peaks of known devices, and the measured one of the CPU."""
+"""Tests of the peaks of known devices, and of the measured CPU peak."""
 
 import types
 
@@ -65,7 +65,7 @@ def test_cpu_peak_is_measured_once_for_all_devices(monkeypatch):
     peaks.measure_matmul_peak.cache_clear()
     peak = total_peak(jax.devices(), jax.numpy.float32)
     assert peak is not None and peak.label == "measured matmul peak"
-    # Any CPU that runs jax does more than 1 GFLOP/s, none does 1 PFLOP/s.
+    # Every CPU that runs jax reaches 1 GFLOP/s, and none reaches 1 PFLOP/s.
     assert 1e9 < peak.flops < 1e15
     assert peak_flops(jax.devices()[3], "float32") is peak
 
@@ -89,6 +89,6 @@ def test_measuring_takes_the_fastest_and_stops_in_time(monkeypatch):
     monkeypatch.setattr(peaks, "_seconds", run)
     monkeypatch.setattr(peaks.time, "perf_counter", lambda: now[0])
     peak = peaks.measure_matmul_peak.__wrapped__("float32", 0.3)
-    # 8 * 4 ms is too long for a double size to be tried in 0.3 s.
+    # At 8 * 4 ms the next size is too slow for a budget of 0.3 s.
     assert set(calls) == {512} and now[0] <= 0.3
     assert peak.flops == pytest.approx(2 * 512**3 / 0.002)

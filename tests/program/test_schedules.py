@@ -1,4 +1,4 @@
-"""Learning rates at the steps where they turn."""
+"""Tests of learning rates at the boundaries of their phases."""
 
 import jax
 import numpy as np

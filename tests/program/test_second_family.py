@@ -1,4 +1,4 @@
-"""The trainer trains what it does not know: a classifier of handwritten digits.
+"""Tests that the trainer trains an unknown model: a classifier of handwritten digits.
 
 Nothing here is a language model: the examples are images with a label, the model is a
 plain dict of arrays, and both are classes of this file.
@@ -27,7 +27,7 @@ from meshloom.trainer.run.train import Config, train
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """Two layers. It uses the standard names, and says what they mean here:
+    """Two layers. It uses the standard names with this meaning:
     embed is a pixel, mlp a hidden unit, norm a class.
     """
 
@@ -151,7 +151,7 @@ def test_learns_digits_on_a_cut_mesh(finished):
     assert held_out_accuracy(jax.device_get(state.params)) > 0.9
 
 
-def test_leaves_a_whole_run_folder(finished):
+def test_leaves_a_complete_run_folder(finished):
     workdir, _ = finished
     train_rows = rows(workdir / "metrics.jsonl")
     assert [row["step"] for row in train_rows] == list(range(1, 151))
@@ -173,7 +173,7 @@ def test_leaves_a_whole_run_folder(finished):
 
 
 def test_resumes_to_the_same_bits(finished, tmp_path):
-    """A run that fails after step 75 and is started again ends where the other did."""
+    """A run that fails after step 75 and is restarted ends like one that did not."""
     workdir, expected = finished
 
     def fail(step, state):
@@ -221,7 +221,7 @@ def test_parity_with_one_device(finished):
             record=lambda rows: losses.extend(row["loss"] for row in rows),
         )
     cut = [row["loss"] for row in rows(workdir / "metrics.jsonl")][:20]
-    # Float32 sums in another order.
+    # Float32 sums in a different order.
     np.testing.assert_allclose(losses, cut, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The train step by hand-computed numbers, and the same for any split of a batch."""
+"""Tests of the train step with numbers computed by hand, for any split of a batch."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def step(*, shard=None, num_microbatches=1, **options):
 def batch_of(num=16, seed=0):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(2, num)).astype(np.float32)
-    # Very unequal, and zero for whole microbatches of two or four.
+    # Very unequal, and all zero in some microbatches of two or four.
     weights = (rng.uniform(size=num) * np.arange(num) % 5).astype(np.float32)
     weights[::4] = 0.0
     return {"x": jnp.asarray(x), "y": jnp.asarray(y), "weights": jnp.asarray(weights)}
@@ -93,7 +93,7 @@ def test_microbatches_give_the_same_update(num_microbatches):
     batch = batch_of()
     expected, expected_metrics = step()(new_state(), batch)
     found, metrics = step(num_microbatches=num_microbatches)(new_state(), batch)
-    # Sixteen numbers added in another order.
+    # Sixteen numbers added in a different order.
     for name in metrics:
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
     for name in ("w", "b"):
@@ -123,7 +123,7 @@ def test_clipping_scales_to_the_norm(num_microbatches):
     norm = float(metrics["grad_norm"])
     run = step(max_grad_norm=norm / 2, num_microbatches=num_microbatches)
     clipped, clipped_metrics = run(new_state(), batch)
-    # The norm is reported as it was before clipping.
+    # The reported norm is that before clipping.
     np.testing.assert_allclose(clipped_metrics["grad_norm"], norm, rtol=1e-5)
     for name, start in new_state().params.items():
         np.testing.assert_allclose(
@@ -148,13 +148,13 @@ def test_weights_may_sum_to_less_than_one(num_microbatches):
     run = step(num_microbatches=num_microbatches)
     expected, expected_metrics = run(new_state(), batch)
     found, metrics = run(new_state(), small)
-    # A power of two changes no digits.
+    # A power of two changes no mantissa bits.
     assert found.params == expected.params
     assert metrics["loss"] == expected_metrics["loss"]
 
 
 def test_bfloat16_parameters_accumulate_in_float32():
-    """512 equal gradients of 1: in bfloat16 their sum would stay at 256."""
+    """Adds 512 gradients of 1; in bfloat16 their sum would stop at 256."""
     num = 512
     batch = {
         "x": jnp.zeros(num),
@@ -172,7 +172,7 @@ def test_bfloat16_parameters_accumulate_in_float32():
     "optimizer", [AdamW(), Lion(), Adafactor(), Muon()], ids=lambda o: type(o).__name__
 )
 def test_the_learning_rate_follows_the_step_and_no_other_counter(optimizer):
-    """The rate of step 6 is applied there, however many before it were skipped."""
+    """Step 6 uses its own rate, no matter how many earlier steps were skipped."""
     found, tiny = [], config_files.load([TINY], root=Config).config
     for schedule, step in ((Rising(), 5), (Constant(value=0.06), 0)):
         config = dataclasses.replace(tiny, optimizer=optimizer, schedule=schedule)

@@ -1,4 +1,4 @@
-"""The numbers behind the charts of a report, and the lines drawn from them."""
+"""Tests of the data and lines of a report's charts."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_downsample_keeps_extremes_gaps_and_ends():
 def test_rolling_mean_has_no_lag_and_leaves_gaps():
     falling = 100.0 - np.arange(50)
     smooth = curves.rolling_mean(falling, 11)
-    # A straight line is its own centred mean, up to the window that is cut off.
+    # A straight line is its own centered mean, except where the window is truncated.
     np.testing.assert_allclose(smooth[:45], falling[:45], rtol=1e-12)
     values = np.array([1.0, 2.0, np.nan, 4.0, 6.0, 8.0])
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""The ledger, and the audit that plays it back."""
+"""Tests of the ledger, and of the audit that replays it."""
 
 import json
 
@@ -137,7 +137,7 @@ def test_what_is_proved_of_data_that_was_changed_on_purpose():
 
 
 def test_a_sample_used_twice_by_its_number_and_not_by_its_position():
-    """Positions 8 to 11 follow 0 to 7, but another seed put other samples there."""
+    """Positions 8 to 11 follow 0 to 7, but another seed has other samples there."""
     other = START | {"seed": 4}
     again = step(3, batch=2)
     again["samples"] = samples(2, seed=4)

@@ -1,4 +1,4 @@
-"""Secrets stay out of what is written: by their names, and in a real run."""
+"""Tests that secrets are kept out of logs and files, also in a real run."""
 
 import json
 
@@ -102,7 +102,7 @@ def test_a_config_may_name_tokens_and_keys(tmp_path, capfd, monkeypatch):
     assert main(["config", "show", *argv]) == 0
     shown = capfd.readouterr().out
     assert "'body'" in shown and "'</s>'" in shown
-    assert "--set data.eos_token=***" in shown  # where it came from, as in a log
+    assert "--set data.eos_token=***" in shown  # the origin is masked as in a log
 
 
 def test_no_setting_of_ours_is_taken_for_a_secret():
@@ -186,9 +186,9 @@ def test_the_recorded_command_has_no_secret():
     ],
 )
 def test_a_secret_flag_is_refused_and_not_repeated(value, capfd, tmp_path):
-    said = refused(capfd, train(tmp_path / "run", "--dry-run", "--set", value))
-    assert SENTINEL not in said and value.partition("=")[0] in said
-    assert "environment variable" in said
+    message = refused(capfd, train(tmp_path / "run", "--dry-run", "--set", value))
+    assert SENTINEL not in message and value.partition("=")[0] in message
+    assert "environment variable" in message
 
 
 def test_a_secret_in_a_config_file_is_refused(capfd, tmp_path):
@@ -199,12 +199,14 @@ def test_a_secret_in_a_config_file_is_refused(capfd, tmp_path):
         f"train.Config.checkpoint_folder = 'gs://me:{SENTINEL}@b/c'\n"
     )
     argv = train(tmp_path / "run", "--dry-run", "--config", str(config))
-    said = refused(capfd, argv)
-    assert SENTINEL not in said and "config value checkpoint_folder" in said
+    message = refused(capfd, argv)
+    assert SENTINEL not in message and "config value checkpoint_folder" in message
 
 
 def test_an_unknown_flag_is_named_without_its_value(capfd):
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--api-key", SENTINEL])
-    said = capfd.readouterr().err
-    assert "unrecognized arguments: --api-key ***" in said and SENTINEL not in said
+    message = capfd.readouterr().err
+    assert (
+        "unrecognized arguments: --api-key ***" in message and SENTINEL not in message
+    )

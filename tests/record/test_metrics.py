@@ -1,4 +1,4 @@
-"""Metric files: what is written, cut at a resume, and read back."""
+"""Tests of writing metric files, truncating them at a resume, and reading them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Progress: honest rates, short logs, and a live bar on a terminal."""
+"""Tests of rates, log lines and the live bar on a terminal."""
 
 import io
 
@@ -135,7 +135,7 @@ def test_plain_lines_come_every_so_many_steps_with_first_and_last(clock):
 
 def test_plain_lines_come_every_ten_seconds_if_steps_are_slow(clock):
     text = io.StringIO()
-    # It stops early, and the last step it reached is still written.
+    # The run stops early, but its last step is still printed.
     run(progress_on(text, clock, every=300), clock, range(1, 13), 4.0)
     assert logged_steps(text.getvalue()) == [1, 4, 7, 10, 12]
 

@@ -1,4 +1,4 @@
-"""The run folder: who may use it, and with which config; what is never saved."""
+"""Tests of the run folder: its lock, its config, and what is never saved."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from meshloom.trainer.cli import main
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder as `meshloom train` leaves it."""
+    """Returns a run folder written by `meshloom train`."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     assert main(train(folder)) == 0
     return folder
@@ -69,7 +69,7 @@ ls "$disk/run/checkpoints" >&2
 
 
 def test_full_disk_and_read_only_disk(tmp_path):
-    """On the full disk the files fit, and the first checkpoint does not."""
+    """On the full disk the files fit, but the first checkpoint does not."""
     script = [str(tmp_path), COMMAND, *train(tmp_path / "run")]
     # Root needs no user namespace, and some machines have none.
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]

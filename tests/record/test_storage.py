@@ -15,7 +15,7 @@ URL = f"gs://{fake_gcs.BUCKET}/runs/first"
 
 @pytest.fixture(scope="module")
 def bucket():
-    """The objects of a made-up bucket, which gs:// leads to."""
+    """Yields the objects of a fake bucket behind gs://."""
     with (
         pytest.MonkeyPatch.context() as patch,
         fake_gcs.serving() as (address, objects),
@@ -49,7 +49,7 @@ def test_a_folder_elsewhere(tmp_path, capfd):
 
 
 def test_a_bucket(bucket, tmp_path, capfd):
-    """Saves, removal of old ones, resuming, damage, tools, weights of another run."""
+    """Saves, removes old steps, resumes, handles damage, runs tools and init_from."""
     folder = tmp_path / "run"
     assert main(run(folder, 8, URL)) == 0
     assert f"Checkpoints: {URL}\n" in capfd.readouterr().out
@@ -65,7 +65,7 @@ def test_a_bucket(bucket, tmp_path, capfd):
     rows = [line.split()[:2] for line in capfd.readouterr().out.splitlines()[1:]]
     assert rows == [["8", "committed"], ["12", "committed"]]
 
-    # An upload that was not finished does not count.
+    # An unfinished upload does not count.
     mark = "runs/first/12/commit_success.txt"
     kept = bucket.pop(mark)
     assert committed_steps(URL) == [8]
@@ -90,7 +90,7 @@ def test_a_bucket(bucket, tmp_path, capfd):
 def test_a_bucket_that_fails_for_a_while_loses_no_checkpoint(bucket, tmp_path, capfd):
     folder, url = tmp_path / "run", f"gs://{fake_gcs.BUCKET}/runs/second"
     assert main(run(folder, 8, url)) == 0
-    bucket.resets = 3  # tensorstore tries again by itself
+    bucket.resets = 3  # tensorstore retries on its own
     assert main([*run(folder, 12, url), "--insist"]) == 0
     assert bucket.resets == 0
     bucket.refusals = 1

@@ -160,9 +160,9 @@ def _open_config(name: str, base: str, where: str) -> tuple[str, str]:
     """Returns the display name of a config, and its text."""
     prefix, known = f"{where}: " if where else "", shipped()
     stem = name.removesuffix(".gin")
-    beside = os.path.join(base, name)
+    sibling = os.path.join(base, name)
     bare = not name.endswith(".gin") and stem in known
-    path = next((p for p in (beside, name) if os.path.isfile(p)), None)
+    path = next((p for p in (sibling, name) if os.path.isfile(p)), None)
     try:
         if path and not bare:
             return path, pathlib.Path(path).read_text(encoding="utf-8")

@@ -162,7 +162,7 @@ class RunFolder:
 
 
 def _is_full_disk(error: Exception) -> bool:
-    """Also recognizes orbax's ValueError that quotes the system's message."""
+    """Recognizes an OSError, and orbax's ValueError that quotes its message."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOSPC
     return os.strerror(errno.ENOSPC) in str(error)
