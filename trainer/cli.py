@@ -253,7 +253,7 @@ def _add_generate(commands) -> None:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--tokens", type=int, default=256, metavar="N")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token"
+        "--temperature", type=float, default=0.8, help="0 takes the most likely token"
     )
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--seed", type=int, default=0)
