@@ -134,7 +134,7 @@ def test_generate(run, capsys):
         ),
         (
             ["--prompt", "a", "--tokens", "4", "--temperature", "-1"],
-            "temperature is -1.0; expected a positive number, or 0",
+            "temperature must be >= 0 (0 takes the most likely token), got -1.0",
         ),
         (
             ["--prompt", "a", "--tokens", "4", "--top-k", "0"],

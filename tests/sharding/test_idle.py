@@ -44,7 +44,7 @@ def test_the_reason_names_rules_and_dimensions():
     assert find(data() + fsdp(), data=2, context=6) == {
         "context": "no array is sharded over it, so its 6 ways would duplicate work. "
         "No rule names it. Unsharded dimensions that it divides: mlp of up (24), "
-        " residual_length of batch/x (48)"
+        "residual_length of batch/x (48)"
     }
     assert (
         "No rule names it; plans that do: tensor, tensor2d, sequence. Unsh"
