@@ -118,12 +118,12 @@ def test_generate(run, capsys):
         (["--prompt", ""], "the prompt is empty; give at least one character"),
         (
             ["--prompt", "abc", "--tokens", "30"],
-            "a prompt of 3 tokens and 30 new ones make 33, but the model's max_length "
-            "is 32. Ask for at most 29 tokens.",
+            "a prompt of 3 tokens plus 30 new tokens is 33, but the model's max_length "
+            "is 32. Generate at most 29.",
         ),
         (
             ["--prompt", "abc" * 11, "--tokens", "1"],
-            "a prompt of 33 tokens and 1 new ones make 34, but the model's max_length "
+            "a prompt of 33 tokens plus 1 new tokens is 34, but the model's max_length "
             "is 32. Shorten the prompt.",
         ),
         (["--prompt", "a", "--tokens", "0"], "--tokens must be >= 1, got 0"),
@@ -160,7 +160,7 @@ def test_report(run, tmp_path, capsys):
     assert shown == f"{path}\n"
     assert "<svg" in path.read_text()
     assert output(capsys, "report", str(run)) == f"{run / 'report.html'}\n"
-    assert "it is not there" in refused(capsys, "report", str(tmp_path / "none"))
+    assert "does not exist" in refused(capsys, "report", str(tmp_path / "none"))
     assert "no metrics.jsonl" in refused(capsys, "report", str(tmp_path))
 
 

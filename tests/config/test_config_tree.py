@@ -73,7 +73,7 @@ def test_flat_values_are_json(value, plain):
 
 def test_a_value_that_prints_its_address_is_refused():
     with pytest.raises(
-        ValueError, match="^many holds object, which prints as a memory"
+        ValueError, match="^many is of type object, which prints as a memory"
     ):
         config_tree.flatten(Root(many=object()))
 

@@ -100,9 +100,9 @@ FLAGS = {
 NO_STACK = """\
 from __gin__ import dynamic_registration
 import test_second_family
-from meshloom.trainer import optimizers
-from meshloom.trainer import schedules
-from meshloom.trainer import train
+from meshloom.trainer.program import optimizers
+from meshloom.trainer.program import schedules
+from meshloom.trainer.run import train
 
 train.Config:
   model = @test_second_family.Classifier()

@@ -200,7 +200,7 @@ def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):
         "from __gin__ import dynamic_registration",
         "from meshloom import sharding",
         "from meshloom.models import transformer",
-        "from meshloom.trainer import train",
+        "from meshloom.trainer.run import train",
         'include "drill"',
         "sharding.MeshSpec.data = 1",
         "sharding.MeshSpec.pipe = 2",

@@ -133,7 +133,7 @@ def train(folder: Path, mortal: int | None = None):
     config.write_text(
         "from __gin__ import dynamic_registration\n"
         "import mortal\n"
-        "from meshloom.trainer import train\n"
+        "from meshloom.trainer.run import train\n"
         "train.Config.data = @mortal.Synthetic()\n"
         "mortal.Synthetic:\n  vocab_size = 64\n  length = 16\n  num_examples = 512\n"
         "  num_eval_examples = 64\n"

@@ -195,7 +195,7 @@ def test_a_secret_in_a_config_file_is_refused(capfd, tmp_path):
     config = tmp_path / "secret.gin"
     config.write_text(
         "from __gin__ import dynamic_registration\n"
-        "from meshloom.trainer import train\n"
+        "from meshloom.trainer.run import train\n"
         f"train.Config.checkpoint_folder = 'gs://me:{SENTINEL}@b/c'\n"
     )
     argv = train(tmp_path / "run", "--dry-run", "--config", str(config))

@@ -25,9 +25,9 @@ from __gin__ import dynamic_registration
 
 import recording
 from meshloom.models import transformer
-from meshloom.trainer import optimizers
-from meshloom.trainer import schedules
-from meshloom.trainer import train
+from meshloom.trainer.program import optimizers
+from meshloom.trainer.program import schedules
+from meshloom.trainer.run import train
 
 train.Config:
   model = @transformer.Config()

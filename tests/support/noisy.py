@@ -165,9 +165,9 @@ CONFIG_TEXT = """
 from __gin__ import dynamic_registration
 
 import noisy
-from meshloom.trainer import optimizers
-from meshloom.trainer import schedules
-from meshloom.trainer import train
+from meshloom.trainer.program import optimizers
+from meshloom.trainer.program import schedules
+from meshloom.trainer.run import train
 
 train.Config:
   model = @noisy.Noisy()

@@ -93,7 +93,7 @@ def _position(
     # The digest of the arrays that training continues with: those that `restore` has
     # compared with the manifest, unless their layers were reordered since.
     digest = manifest.state_digest(saved)
-    if layout.order is not None:
+    if position.state is not state:
         reordered = layout.canonical(position.state, mesh)
         digest = manifest.tree_digest(reordered.to_tree())
     ledger.event(

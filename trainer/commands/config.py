@@ -2,8 +2,6 @@
 
 import argparse
 
-from ..config import files as config_files
-from ..config import tree as config_tree
 from .flags import add_config_flags, command, load
 
 
@@ -21,11 +19,15 @@ def add(commands) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
+    from ..config import tree as config_tree
+
     loaded = load(args)
     print(config_tree.show(loaded.config, loaded.origins))
 
 
 def _diff(args: argparse.Namespace) -> None:
+    from ..config import files as config_files
+    from ..config import tree as config_tree
     from ..run.train import Config
 
     a, b = (config_files.flat_values(x, root=Config) for x in (args.a, args.b))

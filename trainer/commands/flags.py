@@ -1,9 +1,12 @@
 """Flags that several commands share, and the config they describe."""
 
 import argparse
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ..config import files as config_files
+if TYPE_CHECKING:
+    from ..config.files import Loaded
 
 DEFAULT_CONFIG = "default"
 
@@ -52,6 +55,8 @@ def check_early(args: argparse.Namespace):
 
     The other checks need the classes of the config, which take a second to import.
     """
+    from ..config import files as config_files
+
     config_files.check_syntax(config_names(args), args.set)
     if args.mesh is None:
         return None
@@ -60,14 +65,15 @@ def check_early(args: argparse.Namespace):
     return MeshSpec.parse(args.mesh)
 
 
-def load(args: argparse.Namespace) -> config_files.Loaded:
+def load(args: argparse.Namespace) -> "Loaded":
     """Loads the config of --config, --set and --mesh."""
     spec = check_early(args)
+    from ..config import files as config_files
     from ..run.train import Config
 
     loaded = config_files.load(config_names(args), args.set, root=Config)
     for note in (*loaded.notes, *loaded.dropped):
-        print(f"note: {note}")
+        print(f"note: {note}", file=sys.stderr)
     if spec is not None:
         loaded = config_files.override(loaded, "mesh", spec, "--mesh")
     return loaded

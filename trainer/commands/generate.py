@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from ..config import files as config_files
 from .devices import use_compilation_cache
 from .flags import command
 
@@ -37,6 +36,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     from ...sharding import MeshSpec
     from ..checkpoint import manager
+    from ..config import files as config_files
     from ..program.computation import layout_of
     from ..record import run_folder
     from ..run import sampling

@@ -4,12 +4,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...launch import process_env, progress_file
 from ...launch.exit_codes import DONE, PREEMPTED
-from ..config import files as config_files
 from .devices import use_compilation_cache, use_cpu
 from .flags import add_config_flags, check_early, command, config_names, load
+
+if TYPE_CHECKING:
+    from ..config.files import Loaded
 
 
 def add(commands) -> None:
@@ -46,6 +49,7 @@ def add(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     if process_env.find(os.environ) is None:  # a job's processes fail together, below
         check_early(args)
+    from ..config import files as config_files
     from ..job import joining, preemption
     from ..plan.choosing import choose_here
     from ..record.invocation import Invocation
@@ -91,12 +95,13 @@ def run(args: argparse.Namespace) -> int:
     return progress_file.leave(DONE)
 
 
-def with_fewer_processes(loaded: config_files.Loaded, now: int) -> config_files.Loaded:
+def with_fewer_processes(loaded: "Loaded", now: int) -> "Loaded":
     """Uses more microbatches if the job runs with fewer processes than it was given.
 
     The batch stays the same, and so does the memory per device. A model with variables
     keeps its microbatches: a batch norm would compute something else.
     """
+    from ..config import files as config_files
     from ..program import contract
 
     full = int(os.environ.get("MESHLOOM_FULL_PROCESSES", now))
