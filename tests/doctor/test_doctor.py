@@ -69,7 +69,7 @@ def test_the_table_says_the_same(tmp_path, capsys):
 def test_wrong_flags(capfd, tmp_path):
     argv = ["doctor", "--workdir", str(tmp_path)]
     assert "0 to 65535, got 70000" in refused(capfd, [*argv, "--port", "70000"])
-    assert "more than 0, got 0" in refused(capfd, [*argv, "--seconds", "0"])
+    assert "must be > 0, got 0" in refused(capfd, [*argv, "--seconds", "0"])
     assert "give it with --config" in refused(capfd, [*argv, "--set", "a=1"])
 
 
