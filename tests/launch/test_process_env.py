@@ -272,7 +272,7 @@ def test_gpus_are_divided():
     assert gpus.share({}, 8, 0, 1) is None
     with pytest.raises(ValueError, match="has 8 GPUs .* among 3 processes"):
         gpus.share({}, 8, 1, 3)
-    with pytest.raises(ValueError, match="has 2 GPUs .* for 4 processes"):
+    with pytest.raises(ValueError, match="has 2 GPUs .* among 4 processes"):
         gpus.share({}, 2, 1, 4)
 
 
