@@ -1,17 +1,19 @@
 # make train   sets everything up and trains the default model
 # make test    sets everything up and runs all that CI runs
+# make fuzz    tries random configurations for MINUTES
 PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?=
 ARGS ?=
 WORKERS ?= 2
+MINUTES ?= 60
 BIN := $(VENV)/bin
 # setuptools warns of every editable install; errors still show.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
 ALONE_VENV := build/alone-venv
 
-.PHONY: install dev train test lint types tests slow wheel-test benchmarks clean
+.PHONY: install dev train test lint types tests slow fuzz wheel-test benchmarks clean
 
 # One stamp for each set of extras: `make train EXTRA=cuda12` installs once more.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
@@ -58,6 +60,11 @@ tests: $(DEV)
 # Longer forms of tests that always run.
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# Random products of meshes, plans, schedules, models and data against one device.
+# Failures are kept in build/fuzz/failures.jsonl, each with the command that repeats it.
+fuzz: $(DEV)
+	$(BIN)/python tests/fuzz --minutes $(MINUTES) $(ARGS)
 
 # The wheel in an environment of its own, used from another folder; then the sharding
 # library in one that has none of the trainer's dependencies.
