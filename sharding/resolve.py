@@ -215,9 +215,16 @@ def _refuse_indivisible(
 ) -> None:
     """A dimension replicated only because nothing divides it is an error.
 
-    A row with None among its candidates states that this is acceptable, and passes.
+    A row with None among its candidates states that this is acceptable, and passes. So
+    does one with a later candidate of fewer of the mesh axes, all of size 1 here.
     """
-    bad = [lost for lost in dimension.lost if lost.reason == "indivisible"]
+    ways_out = [set(x.candidate) for x in dimension.lost if x.reason == "size-1"]
+    bad = [
+        lost
+        for lost in dimension.lost
+        if lost.reason == "indivisible"
+        and not any(axes < set(lost.candidate) for axes in ways_out)
+    ]
     if not bad or () in row.candidates:
         return
     axes = tuple(a for a in bad[0].candidate if sizes.get(a, 1) > 1)
