@@ -1,8 +1,7 @@
-"""When two trainings are the same but for rounding.
+"""When a step on many devices is that of one device but for rounding.
 
-From the same bits a step must give the same state: the sums that optimizers keep of
-gradients are compared as wholes (in norm), and updates where the gradient is more than
-rounding. Later steps are compared by their losses.
+Both start from the same bits. The sums that optimizers keep of gradients are compared
+as wholes (in norm), and updates one by one where the gradient is more than rounding.
 """
 
 import dataclasses
@@ -26,8 +25,8 @@ class Tolerance:
     Attributes:
       loss: of losses and other means.
       sums: of an array of sums of gradients, in norm.
-      update: of an update where the gradient is well above its rounding, in norm; None
-        where so much is rounding that the sums must do.
+      update: of an update where the gradient is well above its rounding, to the size
+        of updates; None where so much is rounding that the sums must do.
     """
 
     loss: float
@@ -90,8 +89,13 @@ def close_states(
     )
     for (path, new, old), (_, other, _), (_, grad, _) in zip(*moved, strict=True):
         known = np.abs(grad) > 1e-2 * np.abs(grad).max()
-        off = _distance((new - old)[known], (other - old)[known])
-        assert off <= limits.update, f"{what}: update of {path} is off by {off:.2g}"
+        size = limits.update * np.sqrt(np.mean(np.square(other - old)))
+        wrong = known & (np.abs(new - other) > size)
+        # Lion's sign of a sum that cancels is anybody's guess.
+        assert wrong.sum() <= 1 + known.sum() // 100, (
+            f"{what}: {wrong.sum()} of {known.sum()} updates of {path} are off by more "
+            f"than {size:.2g}"
+        )
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> float:

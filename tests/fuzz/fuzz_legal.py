@@ -44,6 +44,8 @@ def layouts(draw, family: str, devices: tuple[int, ...]) -> Layout:
             for sizes in choices
             if 12 % sizes.get("fsdp", 1) == 0 and 6 % sizes.get("tensor", 1) == 0
         ]
+    if draw(st.integers(0, 2)) == 2:  # there is most to go wrong in pipelines
+        choices = [sizes for sizes in choices if "pipe" in sizes] or choices
     sizes = draw(st.sampled_from(choices))
     plan, rules = draw(plans(family, sizes))
     pipeline: dict[str, Any] = {}
