@@ -98,12 +98,11 @@ class Fuzz:
 
     def _round(self, seed: int, *, processes: int) -> None:
         from fuzz_explore import explore
-        from fuzz_legal import COUNTS, cases
+        from fuzz_legal import cases
 
-        devices = COUNTS if processes == 1 else (2, 4, 6, 8)
         found = explore(
             self._run,
-            cases(devices=devices, processes=processes),
+            cases(processes=processes),
             num_cases=ROUND if processes == 1 else ROUND // 4,
             seed=seed,
             is_over=lambda: time.monotonic() > self._deadline,

@@ -9,93 +9,116 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from fuzz_cases import AXES, TRANSFORMER, Case, Layout
+from fuzz_cases import AXES, NUM_DEVICES, TRANSFORMER, Case, Layout
 from fuzz_spoiled import spoiled
 from hypothesis import strategies as st
 
-# More often where there are more ways to have them.
-COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 8, 6, 4, 8)
+SIZES = (2, 2, 2, 3, 4, 5, 6, 7, 8)
 MOST_ROWS = 120
 ROW_AXES = ("replica", "data", "fsdp", "expert")
 OPTIMIZERS = ("AdamW", "Lion", "Adafactor", "Muon")
 RATES = ("Constant", "WarmupCosine", "WarmupStableDecay")
 
 
+@st.composite
+def meshes(draw, family: str) -> dict[str, int]:
+    """Sizes of axes, at most NUM_DEVICES in all; those with most to go wrong first.
+
+    Everything here is drawn whether or not it is used: what one choice is does not
+    change what the others mean, so each shrinks by itself.
+    """
+    limit, sizes = NUM_DEVICES, {}
+    for axis in ("pipe", "tensor", "fsdp", "data", "replica", "expert"):
+        unused = 30 if axis in ("replica", "expert") else 10
+        choices = (1,) * unused + SIZES
+        if family == "noisy":  # 12 features, 24 hidden units, 6 classes; no stack
+            divided = {"pipe": 1, "tensor": 6, "fsdp": 12}.get(axis, NUM_DEVICES)
+            choices = tuple(size for size in choices if divided % size == 0)
+        size = draw(st.sampled_from([size for size in choices if size <= limit]))
+        if size > 1:
+            sizes[axis], limit = size, limit // size
+    return sizes
+
+
 @functools.cache
-def meshes(axes: tuple[str, ...], num_devices: int) -> list[dict[str, int]]:
+def meshes_of(axes: tuple[str, ...], num_devices: int) -> list[dict[str, int]]:
     """Every product of axis sizes with so many devices, those of few axes first."""
     if not axes:
         return [{}] if num_devices == 1 else []
     found = []
     for size in (n for n in range(1, num_devices + 1) if num_devices % n == 0):
         own = {axes[0]: size} if size > 1 else {}
-        found += [own | rest for rest in meshes(axes[1:], num_devices // size)]
+        found += [own | rest for rest in meshes_of(axes[1:], num_devices // size)]
     return sorted(found, key=len)
 
 
 @st.composite
-def layouts(draw, family: str, devices: tuple[int, ...]) -> Layout:
-    axes = AXES if family != "noisy" else tuple(a for a in AXES if a != "pipe")
-    num = draw(st.sampled_from(devices))
-    choices = meshes(axes, num)
-    if family == "noisy":  # sizes of its own: 12 features, 24 hidden units, 6 classes
-        choices = [
-            sizes
-            for sizes in choices
-            if 12 % sizes.get("fsdp", 1) == 0 and 6 % sizes.get("tensor", 1) == 0
-        ]
-    if draw(st.integers(0, 2)) == 2:  # there is most to go wrong in pipelines
-        choices = [sizes for sizes in choices if "pipe" in sizes] or choices
-    sizes = draw(st.sampled_from(choices))
+def layouts(draw, family: str, num_devices: int | None = None) -> Layout:
+    """A layout on so many devices; None for any number."""
+    if num_devices is None:
+        sizes = draw(meshes(family))
+    else:
+        sizes = draw(st.sampled_from(meshes_of(AXES, num_devices)))
     plan, rules = draw(plans(family, sizes))
-    pipeline: dict[str, Any] = {}
     micro = draw(st.sampled_from((1, 2, 3, 4)))
-    if "pipe" in sizes:
-        schedule = draw(st.sampled_from(("1f1b", "gpipe", "interleaved", "auto")))
-        gathers = ("step", "auto") if "zero1" in plan else ("step", "microbatch")
-        pipeline = {"schedule": schedule, "gather": draw(st.sampled_from(gathers))}
-        if schedule == "interleaved":
-            pipeline["num_chunks"] = draw(st.sampled_from((None, 1, 2, 3)))
-        micro = draw(st.sampled_from((micro, None, 5, 6)))
-    return Layout(
+    schedule = draw(st.sampled_from(("1f1b", "gpipe", "interleaved", "auto")))
+    gather = draw(st.sampled_from(("step", "microbatch", "auto")))
+    chunks = draw(st.sampled_from((None, 1, 2, 3)))
+    stages = draw(st.sampled_from((0, None, 5, 6)))
+    layout = Layout(
         mesh=",".join(f"{axis}={size}" for axis, size in sizes.items()) or "data=1",
         plan=plan,
         rules=rules,
         num_microbatches=micro,
-        **pipeline,
+    )
+    if "pipe" not in sizes:
+        return layout
+    return replace(
+        layout,
+        num_microbatches=micro if stages == 0 else stages,
+        schedule=schedule,
+        num_chunks=chunks if schedule == "interleaved" else None,
+        # What is stored whole is not gathered at each use.
+        gather="auto" if gather == "microbatch" and "zero1" in plan else gather,
     )
 
 
 @st.composite
 def plans(draw, family: str, sizes: dict[str, int]) -> tuple[str, dict[str, Any]]:
     """A plan that uses every axis of the mesh, and may name more; rules beside it."""
-    names, rules = ["data"], {}
-    stored = ["", "fsdp", "zero1"]
-    columns = ["tensor", "tensor2d"]
-    if family != "transformer" or "expert" in sizes:
-        columns = ["tensor"]  # tensor2d leaves expert idle
-    if "tensor" not in sizes:
-        columns = ["", *columns]
-    names.append(draw(st.sampled_from(stored)))
-    names.append(draw(st.sampled_from(columns)))
-    if family == "transformer":
-        names.append(draw(st.sampled_from(("", "sequence"))))
-    if "pipe" in sizes or (family != "noisy" and draw(st.booleans())):
-        names.append("pipeline")
-    names = [name for name in names if name]
+    stored = draw(st.sampled_from(("", "fsdp", "zero1")))
+    columns = draw(st.sampled_from(("", "tensor", "tensor2d")))
+    sequence = draw(st.sampled_from(("", "sequence")))
+    pipeline = draw(st.sampled_from(("", "pipeline")))
+    classes = draw(st.sampled_from((None, "tensor")))
+    if family != "transformer":
+        sequence = ""
+        columns = "tensor" if columns or "tensor" in sizes else ""
+    if columns == "tensor2d" and "expert" in sizes:
+        columns = "tensor"  # it would leave expert idle
+    if "tensor" in sizes and not sequence:
+        columns = columns or "tensor"
+    if "pipe" in sizes:
+        pipeline = "pipeline"
+    names = ["data", stored, columns, sequence, pipeline]
     if family == "noisy":
-        rules = {"classes": draw(st.sampled_from((None, "tensor")))}
-    return "+".join(names), rules
+        names = names[:3]
+    rules = {"classes": classes} if family == "noisy" else {}
+    return "+".join(name for name in names if name), rules
 
 
 @st.composite
-def cases(draw, *, devices: tuple[int, ...] = COUNTS, processes: int = 1) -> Case:
+def cases(draw, *, processes: int = 1) -> Case:
+    """Cases whose devices belong to one process, or evenly to several."""
     families = ("transformer",) * 8 + ("classifier", "noisy")
-    family = draw(st.sampled_from(families))
-    layout = draw(layouts(family, devices))
+    family, num_devices = draw(st.sampled_from(families)), None
+    if processes > 1:
+        family = "transformer"
+        num_devices = processes * draw(st.integers(1, NUM_DEVICES // processes))
+    layout = draw(layouts(family, num_devices))
     resume = None
     if draw(st.integers(0, 2)) == 2:
-        resume = draw(layouts(family, devices))
+        resume = draw(layouts(family, num_devices))
     used = [layout, *([resume] if resume else [])]
     length = _length(draw, used) if family == "transformer" else 8
     batch_size, used = _rows(draw, used, family)
@@ -113,7 +136,7 @@ def cases(draw, *, devices: tuple[int, ...] = COUNTS, processes: int = 1) -> Cas
         resume=used[1] if resume else None,
         parts=draw(st.integers(0, 7)) == 7,
         evaluate=draw(st.integers(0, 3)) == 3,
-        donate=draw(st.booleans()),
+        donate=draw(st.sampled_from((True, False))),
         processes=processes,
         **rates,
     )

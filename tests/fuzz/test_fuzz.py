@@ -8,9 +8,9 @@ import fuzz_worker
 import pytest
 from fuzz_cases import Case, Layout
 from fuzz_explore import explore
-from fuzz_legal import COUNTS, cases
+from fuzz_legal import cases
 
-NUM_CASES = 10
+NUM_CASES = 12
 # Of all cases; those that were made to be refused are one in eight.
 MOST_REFUSED = 0.3
 
@@ -25,7 +25,7 @@ def test_products_train_as_one_device_does():
         return outcome
 
     try:
-        failed = explore(run, cases(devices=COUNTS), num_cases=NUM_CASES)
+        failed = explore(run, cases(), num_cases=NUM_CASES)
     finally:
         worker.close()
     if failed:
@@ -49,6 +49,22 @@ def test_a_product_over_two_processes():
     )
     outcome = fuzz_worker.run_processes(case, fuzz_worker.LIMIT)
     assert outcome.status == "ok", f"{outcome.message}\nRun it again: {case.command}"
+
+
+def test_a_failing_case_is_shrunk_to_what_makes_it_fail():
+    def run(case: Case) -> fuzz_worker.Outcome:
+        bad = case.layout.sizes.get("fsdp", 1) > 2 and case.optimizer == "Muon"
+        return fuzz_worker.Outcome("failed" if bad else "ok", "three and more")
+
+    found = explore(run, cases(), num_cases=200)
+    assert found is not None
+    case, outcome = found
+    assert case.layout.mesh == "fsdp=3" and case.optimizer == "Muon"
+    assert case.resume is None and not case.spoiled and case.data == "ones"
+    assert outcome.message == "three and more"
+    is_known = {outcome.kind}.__contains__
+    known = explore(run, cases(), num_cases=20, is_known=lambda o: is_known(o.kind))
+    assert known is None
 
 
 def test_a_case_is_the_same_after_the_command_line():
