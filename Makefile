@@ -1,17 +1,19 @@
 # make train   installs everything and trains the default model
 # make test    installs everything and runs what CI runs
+# make fuzz    tries random configurations for MINUTES
 PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?=
 ARGS ?=
 WORKERS ?= 2
+MINUTES ?= 60
 BIN := $(VENV)/bin
 # Hides the warning of setuptools on every editable install, but no errors.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
 ALONE_VENV := build/alone-venv
 
-.PHONY: install dev train test lint types tests slow wheel-test benchmarks clean
+.PHONY: install dev train test lint types tests slow fuzz wheel-test benchmarks clean
 
 # One stamp per set of extras, so that `make train EXTRA=cuda12` installs again.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
@@ -59,6 +61,11 @@ tests: $(DEV)
 # The long forms of tests.
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# Random products of meshes, plans, schedules, models and data against one device.
+# Failures are kept in build/fuzz/failures.jsonl, each with the command that repeats it.
+fuzz: $(DEV)
+	$(BIN)/python tests/fuzz --minutes $(MINUTES) $(ARGS)
 
 # Tests the wheel in a fresh environment, from another folder; then the sharding library
 # in one without the dependencies of the trainer.

@@ -220,9 +220,16 @@ def _refuse_indivisible(
 ) -> None:
     """Raises Indivisible for a dimension replicated only because nothing divides it.
 
-    A row that lists None as a candidate allows replication.
+    A row that lists None as a candidate allows replication. So does one with a later
+    candidate of fewer of the mesh axes, all of size 1 here.
     """
-    bad = [lost for lost in dimension.lost if lost.reason == "indivisible"]
+    ways_out = [set(x.candidate) for x in dimension.lost if x.reason == "size-1"]
+    bad = [
+        lost
+        for lost in dimension.lost
+        if lost.reason == "indivisible"
+        and not any(axes < set(lost.candidate) for axes in ways_out)
+    ]
     if not bad or () in row.candidates:
         return
     axes = tuple(a for a in bad[0].candidate if sizes.get(a, 1) > 1)

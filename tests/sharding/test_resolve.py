@@ -86,6 +86,20 @@ def test_a_taken_axis_is_not_an_error_but_an_indivisible_one_is():
         run(table, ("a", "b"), (2, 7))
 
 
+def test_a_candidate_with_fewer_axes_is_a_way_out_also_where_these_have_size_1():
+    """As the plan of a pipeline has it: over fsdp and pipe, or over fsdp alone."""
+    table = {"embed": [("fsdp", "pipe"), "fsdp"]}
+    for sizes, spec in (
+        ({"fsdp": 2, "pipe": 3}, P("fsdp")),
+        ({"fsdp": 1, "pipe": 3}, P(None)),
+        ({"fsdp": 1, "pipe": 2}, P("pipe")),
+    ):
+        assert spec_of(run(table, ("embed",), (8,), mesh=sizes)) == spec
+    # An unrelated axis of size 1 is not a fallback.
+    with pytest.raises(Indivisible, match="cannot be sharded 3 ways"):
+        run({"embed": ["pipe", "fsdp"]}, ("embed",), (8,), mesh={"fsdp": 1, "pipe": 3})
+
+
 def test_an_unknown_name_is_an_error():
     with pytest.raises(ValueError) as error:
         run({"mlp": None, "embed": None}, ("mpl",), (8,))

@@ -115,6 +115,7 @@ def build(
     pipeline = pipeline or Pipelining()
     shapes = _shapes(model, batch)
     batch_size = next(iter(shapes.values())).shape[0]
+    _check_microbatches(batch_size, num_microbatches)
     make_tx, rate, state_axes = _optimizer(optimizer, model, learning_rate)
     staging = make_staging(
         model,
@@ -178,6 +179,17 @@ def build(
     )
     _check_idle_axes(program)
     return program
+
+
+def _check_microbatches(batch_size: int, num_microbatches: int | None) -> None:
+    num = 1 if num_microbatches is None else num_microbatches
+    if num < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num}")
+    if short := -batch_size % num:
+        raise ValueError(
+            f"batch_size {batch_size} is not divided by num_microbatches {num}; "
+            f"{batch_size + short} would be"
+        )
 
 
 def _optimizer(
