@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..sharding.hlo.kernels import causal_blocks
 from .attention import block_size, key_block_size
-from .costs import Array, Axes, Costs, Product
+from .costs import Array, Axes, Costs, Product, Working
 from .layers import RESIDUAL
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Kernel = Literal["xla", "cudnn", "splash"]
 WHOLE = ("batch", "length", "embed")
+STACK, TABLE = "blocks/", "embedding"
 POSITIONS = ("batch", "length")
 FLOAT32 = 4
 # Rows of a tile: a kernel takes sums over keys as often.
@@ -44,31 +45,49 @@ def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
         "head",
         (rows, length, config.d_model, config.padded_vocab),
         (*POSITIONS, "embed", "vocab"),
-        "embedding" if config.tied_head else "head",
+        TABLE if config.tied_head else "head",
         spread="vocab",
     )
     attention = {"xla": _plain, "cudnn": _cudnn, "splash": _splash}[kernel](arrays)
-    everything = config.remat == "none"
+    everything, again = config.remat == "none", config.remat == "full"
+    qkv, hidden, half = arrays.qkv, arrays.hidden, arrays.half
+    fused = kernel != "xla"
     return Costs(
         products=_products(arrays, attention),
         recomputed=attention.recomputed,
         head=head,
+        stack=STACK,
+        table=TABLE,
         residual=arrays.residual,
+        gathered=replace(arrays.residual, name="normed", axes=WHOLE),
         kept=_kept(arrays, attention),
         kept_once=attention.kept_once if everything else (),
         keeps_weights=everything,
-        attention=(*attention.working, replace(arrays.qkv, count=2), arrays.attended),
-        attention_cut=attention.working_if_cut,
-        mlp=(
-            *(attention.waiting if config.remat == "full" else ()),
-            arrays.hidden,
-            replace(arrays.hidden, name="gradients of hidden"),
-            arrays.half,
+        working=(
+            Working(
+                "attention",
+                (*attention.working, replace(qkv, count=2), arrays.attended),
+                attention.working_if_split,
+            ),
+            Working(
+                "mlp",
+                (
+                    *(attention.waiting if again else ()),
+                    hidden,
+                    replace(hidden, name="gradients of hidden"),
+                    half,
+                ),
+            ),
         ),
+        waiting=()
+        if not fused
+        else (hidden, hidden, half, qkv, arrays.attended)
+        if again
+        else (hidden, half, qkv),
         logits=arrays.make(
             "logits", (rows, length, config.padded_vocab), (*POSITIONS, "vocab")
         ),
-        fused=kernel != "xla",
+        fused=fused,
     )
 
 
@@ -138,7 +157,8 @@ class _Arrays:
     @property
     def scores(self) -> Array:
         shape = (self.B, self.config.num_heads, self.L, self.L)
-        return self.make("scores", shape, ("batch", "heads", "length", None))
+        made = self.make("scores", shape, ("batch", "heads", "length", None))
+        return replace(made, unfused=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +169,7 @@ class _Attention:
       backward: products of the backward pass (of scores, of their product with values).
       share: of all scores, those that are computed.
       kept: without remat, beside queries, keys and values; `named` under save-named.
-      working, working_if_cut: see Costs.attention and attention_cut.
+      working, working_if_split: see costs.Working.
       waiting: what full remat made for attention while the MLP's backward pass runs.
     """
 
@@ -157,7 +177,7 @@ class _Attention:
     kept: tuple[Array, ...]
     named: tuple[Array, ...]
     working: tuple[Array, ...]
-    working_if_cut: tuple[Array, ...] = ()
+    working_if_split: tuple[Array, ...] = ()
     waiting: tuple[Array, ...] = ()
     kept_once: tuple[Array, ...] = ()
     backward: tuple[float, float] = (2, 2)
@@ -175,17 +195,17 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
         "up",
         (*tokens, D, F),
         (*POSITIONS, "embed", "mlp"),
-        "blocks/mlp/up",
+        f"{STACK}mlp/up",
         spread="mlp",
     )
     # The gradients of the input from gate and up are one sum.
-    gate = replace(up, name="gate", weight="blocks/mlp/gate", spread="")
+    gate = replace(up, name="gate", weight=f"{STACK}mlp/gate", spread="")
     return (
         Product(
             "qkv",
             (*tokens, D, *a.grouped),
             (*POSITIONS, "embed", *kv),
-            "blocks/attention/qkv",
+            f"{STACK}attention/qkv",
             spread="kv_heads",
         ),
         Product("scores", squares, by_head, share=share, backward=backward[0]),
@@ -194,7 +214,7 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
             "out",
             (*tokens, H, K, D),
             (*POSITIONS, "heads", "head_dim", "embed"),
-            "blocks/attention/out",
+            f"{STACK}attention/out",
             summed="heads",
         ),
         *((gate,) if c.mlp == "swiglu" else ()),
@@ -203,7 +223,7 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
             "down",
             (*tokens, F, D),
             (*POSITIONS, "mlp", "embed"),
-            "blocks/mlp/down",
+            f"{STACK}mlp/down",
             summed="mlp",
         ),
     )
@@ -254,7 +274,7 @@ def _plain(a: _Arrays) -> _Attention:
         kept=(scores, exact),
         named=(a.attended,),
         working=(*least, scores) if c.remat == "save-dots" else least,
-        working_if_cut=(scores,) if c.remat == "full" else (),
+        working_if_split=(scores,) if c.remat == "full" else (),
         waiting=(scores, exact),
         kept_once=masks,
     )

@@ -13,8 +13,6 @@ Memory, beside what TPUs need too:
               copy gathered weights into another order
 """
 
-import dataclasses
-
 from .arrays import Values, Weights, of_each
 from .cutting import FLOAT32
 from .memory import Part, outside_gradients, part
@@ -26,7 +24,7 @@ Moments = dict[str, tuple[Part, ...]]
 def gathers_of_head(case: Case) -> int:
     """An embedding that is the head too: GPUs gather it for each, TPUs once."""
     is_gpu = case.target.device.platform == "gpu"
-    return 2 if is_gpu and case.costs.head.weight == "embedding" else 1
+    return 2 if is_gpu and case.costs.is_tied else 1
 
 
 def on_gpu(case: Case, moments: Moments) -> Moments:
@@ -88,7 +86,7 @@ def _pipeline(case: Case, moments: Moments) -> Moments:
     size = case.itemsize
     whole, words = Weights("compute", itemsize=size), "of the stage and outside"
     outside = outside_gradients(case, size)
-    summed = Weights("compute", "embedding", FLOAT32)  # of look-ups
+    summed = Weights("compute", case.costs.table, FLOAT32)  # of look-ups
     gradients = {
         "head": part(case, "gradients", "outside the blocks", *outside, summed),
         "backward": part(case, "gradients", "of one microbatch", whole, summed),
@@ -142,16 +140,6 @@ def _workspace(case: Case) -> Part:
 
 def _working(case: Case, unfused: Part) -> Part:
     """What else is alive when a block's weight gradients are computed."""
-    if not case.costs.fused:
+    if not case.costs.waiting:
         return unfused
-    arrays = {a.name: a for a in (*case.costs.attention, *case.costs.mlp)}
-    qkv, attended, half = (
-        dataclasses.replace(arrays[name], count=1)
-        for name in ("qkv", "attended", "activated")
-    )
-    hidden = arrays["hidden"]
-    if case.costs.recomputed >= {"qkv", "up"}:  # the block is computed again first
-        alive = of_each((hidden, hidden, half, qkv, attended))
-    else:
-        alive = of_each((hidden, half, qkv))
-    return part(case, "working", "of one block", *alive)
+    return part(case, "working", "of one block", *of_each(case.costs.waiting))

@@ -17,12 +17,11 @@ beside those of the microbatch at hand; it keeps what waits in its slots.
 
 import dataclasses
 import math
-from typing import Any
 
 from ..program.hardware import CARRIES_GATHERS
 from .arrays import Values, Weights, of_each, total_bytes
 from .cutting import FLOAT32
-from .scenario import Case, more_cut
+from .scenario import Case, axes_of, more_cut
 
 # Seen with 4 devices, and no longer with 8.
 UNROLLED = 4
@@ -184,9 +183,9 @@ def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
 def outside_gradients(case: Case, itemsize: int) -> list[Weights]:
     """Of weights outside the blocks, for one microbatch."""
     found = [Weights("compute", "outside", itemsize)]
-    if case.costs.head.weight == "embedding":
+    if case.costs.is_tied:
         # Of the look-up and of the head, before they are added.
-        found.append(Weights("compute", "embedding", itemsize))
+        found.append(Weights("compute", case.costs.table, itemsize))
     return found
 
 
@@ -230,7 +229,7 @@ def _waiting(case: Case) -> int:
     Where heads are cut over devices: sums over devices and what was normed of them,
     which are stored then. Counted in compiled programs.
     """
-    return 4 if _cuts_heads(case) and "out" in case.costs.recomputed else 0
+    return 4 if _cuts_heads(case) and case.costs.repeats_sums else 0
 
 
 def _stream(case: Case) -> Part:
@@ -242,8 +241,8 @@ def _stream(case: Case) -> Part:
     """
     stream, words = case.costs.residual, "input, gradient, sum"
     arrays = [Values(stream, 3)]
-    if _cuts_heads(case) and "out" in case.costs.recomputed:
-        whole = _whole_stream(case)
+    if _cuts_heads(case) and case.costs.repeats_sums:
+        whole = case.costs.gathered
         if case.bytes(whole) > case.bytes(stream) or case.bytes(whole) > FAST:
             arrays.append(Values(whole, 2))
             words += "; normed inputs"
@@ -257,9 +256,9 @@ def _late_head(case: Case) -> tuple[Part, ...]:
     `sequence` only on v5e, or if its ring is no loop. Found in live ranges of programs.
     """
     costs = case.costs
-    if not _cuts_heads(case) or "out" not in costs.recomputed or _head_waits(case):
+    if not _cuts_heads(case) or not costs.repeats_sums or _head_waits(case):
         return ()
-    whole = _whole_stream(case)
+    whole = case.costs.gathered
     if case.bytes(whole) == case.bytes(costs.residual):
         return (part(case, "logits", "for the head's gradient", Values(costs.logits)),)
     axes = _scattered(case)
@@ -270,26 +269,22 @@ def _late_head(case: Case) -> tuple[Part, ...]:
     return (part(case, "logits", "and the head's input, for its gradient", *arrays),)
 
 
-def _whole_stream(case: Case) -> Any:
-    """The stream as products take it, with all positions."""
-    axes = ("batch", "length", "embed")
-    return dataclasses.replace(case.costs.residual, name="normed", axes=axes)
-
-
 def _cuts_heads(case: Case) -> bool:
-    scores = next(p for p in case.costs.products if p.name == "scores")
-    heads = scores.axes.index("heads")
-    return bool(case.cuts(("heads",), (scores.shape[heads],)))
+    first = next((p for p in case.costs.products if p.summed), None)
+    return first is not None and bool(axes_of(case, first, first.summed))
 
 
 def _working(case: Case) -> Part:
     """What is alive in one block's backward pass: attention's part or the MLP's."""
-    costs = case.costs
-    cut = costs.attention_cut if _cuts_heads(case) else ()
-    attention = costs.attention + cut
+    split = _cuts_heads(case)
     parts = [
-        part(case, "working", f"{name} of one block", *of_each(arrays))
-        for name, arrays in (("attention", attention), ("mlp", costs.mlp))
+        part(
+            case,
+            "working",
+            f"{phase.name} of one block",
+            *of_each(phase.arrays + (phase.if_split if split else ())),
+        )
+        for phase in case.costs.working
     ]
     return max(parts, key=lambda found: found.bytes)
 

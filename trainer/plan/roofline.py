@@ -22,7 +22,6 @@ What is left crosses the network between slices or nodes.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from ..program.hardware import CARRIES_GATHERS, Target
 from .cutting import FLOAT32
@@ -186,8 +185,8 @@ def memory_seconds(case: Case) -> float:
         + sum(case.resident(case.opt_state).values()),
         sum(case.resident(case.gradients, FLOAT32).values()),
     )
-    working = [a for a in (*costs.attention, *costs.mlp) if not _is_scores(a)]
-    kept = [array for array in costs.kept if not _is_scores(array)]
+    working = [a for w in costs.working for a in w.arrays if not a.unfused]
+    kept = [array for array in costs.kept if not array.unfused]
     passes = ON_GPU if device.platform == "gpu" else ON_TPU
     block = passes.residuals * case.bytes(costs.residual)
     block += passes.elementwise * sum(map(case.bytes, working))
@@ -212,26 +211,22 @@ def memory_seconds(case: Case) -> float:
 def _unfused(case: Case) -> float:
     """Seconds that a block's attention takes longer than its products, for scores."""
     costs, device = case.costs, case.target.device
-    stored = [a for a in costs.attention if _is_scores(a) and a.itemsize == FLOAT32]
+    alone = [product for product in costs.products if not product.weight]
+    stored = [a for a in costs.working[0].arrays if a.unfused and a.itemsize == FLOAT32]
     if not stored:
         return 0.0
     one = sum(map(case.bytes, stored)) / sum(array.count for array in stored)
     # Where heads share keys, gradients of scores are stored in half the width.
     alive = one * (1 + sum(array.count for array in stored) / 2)
-    again = "scores" in costs.recomputed
+    again = any(product.name in costs.recomputed for product in alone)
     moved = alive * (SCORES + SCORES_AGAIN * again)
     products = sum(
         product.flops
         / case.ways(product.axes, product.shape)
         * (1 + product.backward + (product.name in costs.recomputed))
-        for product in costs.products
-        if not product.weight
+        for product in alone
     )
     return max(0.0, moved / device.hbm_bandwidth - products / device.flops)
-
-
-def _is_scores(array: Any) -> bool:
-    return array.name.startswith("scores")
 
 
 def _block_weights(case: Case) -> float:

@@ -99,7 +99,7 @@ class Case:
         return self.cutting.resident(tree, itemsize)
 
     def is_block(self, path: str) -> bool:
-        return path.startswith("blocks/")
+        return path.startswith(self.costs.stack)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -263,3 +263,12 @@ def more_cut(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
     """Mesh axes that cut an array as stored and not as computed with."""
     cut = {axis for d in whole.dimensions for axis in d.mesh_axes}
     return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in cut)
+
+
+def axes_of(case: Case, product: Any, name: str) -> tuple[str, ...]:
+    """Returns the mesh axes that shard one logical axis of a product."""
+    if not name:
+        return ()
+    place = product.axes.index(name)
+    found = case.cuts((name,), (product.shape[place],))
+    return tuple(axis for axis in case.sizes if axis in found)

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from .cutting import FLOAT32
 from .flops import ticks
 from .gpu import gathers_of_head
-from .scenario import Case, more_cut
+from .scenario import Case, axes_of, more_cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _weights(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
     for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
         axes = more_cut(stored, whole)
-        if stored.path == "embedding" and _stays(case):
+        if stored.path == case.costs.table and _stays(case):
             # Looked up where it is cut; what was found goes to whose it is.
             moved = each * case.bytes(case.costs.residual)
             yield Transfer("all-to-all", axes, moved, "weights")
@@ -87,11 +87,11 @@ def _weights(case: Case) -> Iterator[Transfer]:
 
 def _stays(case: Case) -> bool:
     """Whether a look-up leaves its table cut (models/lookup.py)."""
-    if case.costs.head.weight == "embedding":
+    if case.costs.is_tied:
         return False
-    num_rows = next(a for a in case.params.arrays if a.path == "embedding").shape[0]
+    table = next(a for a in case.params.arrays if a.path == case.costs.table)
     shape = (case.rows, case.length)
-    return math.prod(shape) // case.ways(("batch", "length"), shape) < num_rows
+    return math.prod(shape) // case.ways(("batch", "length"), shape) < table.shape[0]
 
 
 def _gradients(case: Case) -> Iterator[Transfer]:
@@ -107,13 +107,15 @@ def _gradients(case: Case) -> Iterator[Transfer]:
         rest = tuple(axis for axis in batch if axis not in axes)
         share = math.prod(case.sizes[axis] for axis in axes)
         yield Transfer("all-reduce", rest, size // share, "gradients")
+    if not case.costs.table:
+        return
     # The gradient of look-ups is summed where their tables live; it moves once for all.
     table, whole = (
-        next(a for a in tree.arrays if a.path == "embedding")
+        next(a for a in tree.arrays if a.path == case.costs.table)
         for tree in (case.gradients, case.compute)
     )
     axes = more_cut(table, whole)
-    if "embedding" in products:  # as a head it was summed above, by itself
+    if case.costs.is_tied:  # as a head it was summed above, by itself
         size = each * whole.bytes_per_device // whole.itemsize * FLOAT32
         rest = tuple(axis for axis in batch if axis not in axes)
         share = math.prod(case.sizes[axis] for axis in axes)
@@ -138,7 +140,7 @@ def _sums(case: Case) -> Iterator[Transfer]:
     if case.pipeline is not None:
         layers //= case.pipeline.schedule.num_chunks
         starts = 0 if costs.keeps_weights else times.backwards
-    residual = case.bytes(dataclasses.replace(costs.residual, axes=_WHOLE))
+    residual = case.bytes(costs.gathered)
     streams = set(case.cuts(costs.residual.axes, costs.residual.shape))
     for product in costs.products:
         again = times.backwards if product.name in costs.recomputed else 0
@@ -148,11 +150,11 @@ def _sums(case: Case) -> Iterator[Transfer]:
             product.spread: times.backwards,
         }
         for name, count in runs.items():
-            axes = _cut_of(case, product, name)
+            axes = axes_of(case, product, name)
             yield from _summed(axes, layers * count * residual, streams)
     if case.pipeline is None and not costs.keeps_weights:
         yield from _gathered_again(case, layers * times.backwards * residual, streams)
-    axes = _cut_of(case, costs.head, costs.head.spread)
+    axes = axes_of(case, costs.head, costs.head.spread)
     # Backward of the head, and forward of a look-up in a table that is cut alike.
     share = times.heads * residual / case.num_stages
     yield from _summed(axes, round(2 * share), set())
@@ -165,8 +167,8 @@ def _gathered_again(case: Case, size: int, streams: set[str]) -> Iterator[Transf
     MLP is among the sums already where attention itself is done again.
     """
     products = [p for p in case.costs.products if p.spread]
-    axes = _cut_of(case, products[0], products[0].spread)
-    num = len(products) - ("out" in case.costs.recomputed)
+    axes = axes_of(case, products[0], products[0].spread)
+    num = len(products) - case.costs.repeats_sums
     if set(axes) & streams:
         yield Transfer("all-gather", axes, num * size, "sums")
 
@@ -224,21 +226,9 @@ def _uses(case: Case, path: str) -> tuple[float, float]:
     if case.is_block(path):
         return found.weight_gathers, found.weight_scatters
     is_head = path == case.costs.head.weight
-    is_embedding = not is_head or path == "embedding"
+    is_table = not is_head or case.costs.is_tied
     heads = times.heads * is_head
     return (
-        heads + times.embeds * is_embedding,
-        heads + times.embed_backwards * is_embedding,
+        heads + times.embeds * is_table,
+        heads + times.embed_backwards * is_table,
     )
-
-
-_WHOLE = ("batch", "length", "embed")
-
-
-def _cut_of(case: Case, product, name: str) -> tuple[str, ...]:
-    """The mesh axes that cut one logical axis of a product."""
-    if not name:
-        return ()
-    place = product.axes.index(name)
-    cut = case.cuts((name,), (product.shape[place],))
-    return tuple(axis for axis in case.sizes if axis in cut)
