@@ -10,8 +10,11 @@ BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
 ALONE_VENV := build/alone-venv
+# The compiler for TPUs, apart: beside a CPU's jax it would slow down every start. The
+# version is the one that trainer/plan/fitted.py names.
+LIBTPU := build/libtpu-0.0.51
 
-.PHONY: install dev train test lint types tests slow wheel-test benchmarks clean
+.PHONY: install dev train test lint types tests slow tpu-test wheel-test benchmarks clean
 
 # One stamp for each set of extras: `make train EXTRA=cuda12` installs once more.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
@@ -36,7 +39,7 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 train: $(INSTALLED)
 	$(BIN)/meshloom train $(ARGS)
 
-test: lint types tests wheel-test
+test: lint types tests tpu-test wheel-test
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -58,6 +61,17 @@ tests: $(DEV)
 # Longer forms of tests that always run.
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+$(LIBTPU)/.installed: | $(DEV)
+	rm -rf $(LIBTPU)
+	$(PIP) install --quiet --no-deps --target $(LIBTPU) $(subst build/libtpu-,libtpu==,$(LIBTPU))
+	@touch $@
+
+# The numbers that were fitted to libtpu, against a step that it compiles: 50 s, and
+# 590 MB of libtpu that are downloaded once.
+tpu-test: $(DEV) $(LIBTPU)/.installed
+	PYTHONPATH=$(LIBTPU) $(BIN)/python -c 'import libtpu'
+	PYTHONPATH=$(LIBTPU) $(BIN)/python -m pytest -q -k compiler_that_it_names tests/plan/test_fitted.py
 
 # The wheel in an environment of its own, used from another folder; then the sharding
 # library in one that has none of the trainer's dependencies.

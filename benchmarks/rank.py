@@ -45,7 +45,7 @@ PLANS = {
 
 def times(case: Case, programs: Path) -> tuple[float, float]:
     """Seconds of a step: modelled from the program, and by the closed form."""
-    found = case.plan()
+    found = case.forecast()
     text = programs / f"{str(case).replace(' ', '_')}.hlo"
     if not text.exists():
         compile_step(found, keep=text)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from meshloom.trainer import cli
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.advice import cheapest_changes
 
 BIG = ["plan", "--config", "llama3_8b", "--target", "v5p-128"]
@@ -84,7 +84,7 @@ def test_settings_are_those_of_a_run(capsys):
         (["plan"], "plan: --target is missing. Name the devices"),
         (["plan", "--target", "v9-8"], "target 'v9-8' is unknown. Devices: v4"),
         ([*BIG, "--mesh", "fsdp=8"], "mesh fsdp=8 needs 8 devices, but there are 64"),
-        ([*BIG, "--keep-hlo", "x"], "--keep-hlo is of no use without --compile"),
+        ([*BIG, "--keep-hlo", "x"], "--keep-hlo needs --compile"),
         ([*BIG, "--batch", "0"], "batch_size"),
     ],
 )
@@ -132,10 +132,10 @@ def test_cheapest_changes_come_in_order():
     from tiny_plans import config
 
     small = "own:1x8,flops=4e14,hbm=2e7,hbm_bandwidth=2e12,link=2e11,network=2.5e10"
-    found = plan(config(remat="none"), small, mesh="fsdp=8")
+    found = forecast(config(remat="none"), small, mesh="fsdp=8")
     assert not found.fits
     changes = cheapest_changes(found)
-    assert changes and all(change.plan.fits for change in changes)
+    assert changes and all(change.forecast.fits for change in changes)
     kinds = [change.flags for change in changes]
     assert len(set(kinds)) == len(kinds)
 

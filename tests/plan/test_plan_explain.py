@@ -8,7 +8,7 @@ import pytest
 from tiny_plans import B, D, L, V, config
 
 from meshloom.trainer import cli
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.arrays import Weights, rows
 from meshloom.trainer.plan.explain import by_part, explain, stages
 from meshloom.trainer.plan.memory import part
@@ -22,7 +22,7 @@ def found(mesh, target="h100:1x8", pipeline=None, **settings):
     made = config(**settings)
     if pipeline is not None:
         made = dataclasses.replace(made, pipeline=pipeline)
-    return plan(made, target, mesh=mesh)
+    return forecast(made, target, mesh=mesh)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 from tiny_plans import config
 
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 
@@ -56,7 +56,7 @@ def test_predicted_is_compiled(
 ):
     c = config(remat, num_microbatches, attention=attention, **SIZES)
     c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
-    found = plan(c, target, mesh=mesh, batch=64)
+    found = forecast(c, target, mesh=mesh, batch=64)
     compiled = compile_step(found, keep=tmp_path / "step.hlo")
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.memory.arguments == pytest.approx(compiled.arguments, rel=0.01)

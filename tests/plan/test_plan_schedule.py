@@ -134,10 +134,10 @@ def test_svg(run, tmp_path):
         ("--activation 0", "--activation: '0' is no size"),
         ("--activation=", "--activation: '' is no size"),
         ("--layers 0", "--layers must be at least 1, got 0"),
-        ("--fsdp 8", "--fsdp is of no use without --weights"),
-        ("--weights 8", "--weights is of no use without --fsdp and --layers"),
+        ("--fsdp 8", "--fsdp needs --weights"),
+        ("--weights 8", "--weights needs --fsdp and --layers"),
         ("--weights 8 --fsdp 0 --layers 1", "--fsdp must be at least 1, got 0"),
-        ("--residual none=3", "--residual is of no use without --layers and --activ"),
+        ("--residual none=3", "--residual needs --layers and --activ"),
         (
             "--layers 2 --activation 9 --residual none",
             "--residual 'none': expected POL",

@@ -11,7 +11,7 @@ import pytest
 from tiny_plans import config
 
 from meshloom.sharding.plans import WITH_SEQUENCE
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 
@@ -45,7 +45,7 @@ SIZES = {
 def test_predicted_is_compiled(mesh, remat, num_microbatches, batch, tmp_path):
     c = config(remat=remat, num_microbatches=num_microbatches, **SIZES)
     c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
-    found = plan(c, "v5e:4x4", mesh=mesh, batch=batch)
+    found = forecast(c, "v5e:4x4", mesh=mesh, batch=batch)
     compiled = compile_step(found, keep=tmp_path / "step.hlo")
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.memory.arguments == pytest.approx(compiled.arguments, rel=0.01)
@@ -63,7 +63,7 @@ def test_a_stream_sharded_by_position_is_gathered_again():
     c = dataclasses.replace(
         c, data=dataclasses.replace(c.data, length=2048), plan=WITH_SEQUENCE
     )
-    found = plan(c, "v5e:4x4", mesh="fsdp=4,tensor=4", batch=64)
+    found = forecast(c, "v5e:4x4", mesh="fsdp=4,tensor=4", batch=64)
     compiled = compile_step(found)
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)
@@ -74,7 +74,7 @@ def test_a_stream_sharded_by_position_is_gathered_again():
 def test_what_crosses_slices_is_compiled_too():
     c = config(remat="full", **SIZES)
     c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
-    found = plan(c, "2xv5e:2x2", mesh="data=2/2,fsdp=4", batch=32)
+    found = forecast(c, "2xv5e:2x2", mesh="data=2/2,fsdp=4", batch=32)
     compiled = compile_step(found)
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)

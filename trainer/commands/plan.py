@@ -1,4 +1,4 @@
-"""The command `meshloom plan`: flags, and the plan of one config on one mesh."""
+"""The command `meshloom plan`: flags, and the forecast of one config on one mesh."""
 
 import argparse
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def add(
         commands,
         "plan",
         _plan,
-        "say what a run costs on devices that need not be here, before it starts",
+        "forecast what a run costs, on devices that need not be here",
     )
     config_flags(parser, "default")
     parser.add_argument(
@@ -44,7 +44,7 @@ def add(
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the plan as a page too"
+        "--html", type=Path, metavar="FILE", help="also write the forecast as a page"
     )
     parser.add_argument(
         "--explain",
@@ -67,8 +67,8 @@ def add(
 def _plan(args: argparse.Namespace) -> int | None:
     if args.target is None:
         raise ValueError(
-            "plan: --target is missing. Name the devices to plan for, such as "
-            "--target v5p-128; or draw a pipeline with plan schedule."
+            "plan: --target is missing. Name the devices, such as --target v5p-128; or "
+            "draw a pipeline with plan schedule."
         )
     _check(args)
     config, names = _load(args), args.config or ["default"]
@@ -90,7 +90,7 @@ def _check(args: argparse.Namespace) -> None:
         ):
             flags = " or ".join(f"--{n}" for n in needed)
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is of no use without {flags}")
+            raise ValueError(f"--{flag} needs {flags}")
     modes = [name for name in ("search", "smallest", "scale") if getattr(args, name)]
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)} are different questions; ask one")
@@ -115,24 +115,24 @@ def _load(args: argparse.Namespace) -> "Config":
 
     from . import actions
 
-    # Shapes need no accelerator; taking one here would keep a training from it.
+    # Shapes need no accelerator, and taking one would keep a run from it.
     jax.config.update("jax_platforms", "cpu")
     return actions.load_config(args)
 
 
 def _show(args: argparse.Namespace, config: "Config", name: str) -> bool:
-    """Prints the plan of a config and writes its page; returns whether it fits."""
+    """Prints the forecast of a config and writes its page; returns whether it fits."""
     from ..plan import predict, show
 
-    found = predict.plan(config, args.target, batch=args.batch)
+    found = predict.forecast(config, args.target, batch=args.batch)
     compiled = None
     if args.compile:
         from ..plan.compile import compiled as compiled_lib
 
         compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
     if args.html is not None:
-        from ..report.plan import write_plan
+        from ..report.plan import write_forecast
 
-        write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)
+        write_forecast(found.to_json(), f"{name} on {found.target.name}", args.html)
     show.show(found, compiled, as_json=args.json, with_arrays=args.explain)
     return found.fits

@@ -98,7 +98,7 @@ def _sizes(args: argparse.Namespace) -> "Sizes":
     for flag, needs in NEEDS.items():
         missing = [f"--{name}" for name in needs if getattr(args, name) is None]
         if getattr(args, flag) and missing:
-            raise ValueError(f"--{flag} is of no use without {' and '.join(missing)}")
+            raise ValueError(f"--{flag} needs {' and '.join(missing)}")
     for flag in ("layers", "fsdp"):
         value = getattr(args, flag)
         if value is not None and value < 1:

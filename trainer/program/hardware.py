@@ -15,9 +15,6 @@ import re
 from typing import Any
 
 _GIB = 2**30
-# The one TPU for which libtpu (0.0.51) lets fusions carry a gather along: asked to do
-# so for v5p it refuses, and for v6e it does not.
-CARRIES_GATHERS = "v5e"
 CPU = "cpu"  # a device with this name is one of those that share a machine
 
 
