@@ -16,7 +16,7 @@ from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import fitted, search
 from meshloom.trainer.run.train import Config
 
-XLA = 'model.attention="xla"'
+XLA, STANDARD = 'model.attention="xla"', 'plan="data+fsdp+tensor+pipeline"'
 SEARCHES = {
     "tpu": [
         ("gpt2_124m", "v5e-16", 64, ()),
@@ -25,6 +25,7 @@ SEARCHES = {
         ("llama3_8b", "v6e-64", 128, ()),
         ("llama3_8b", "2xv5p-64", 128, ()),
         ("llama3_70b", "v5p-256", 128, ()),
+        ("llama2_7b", "v5p-16", 32, (STANDARD,)),
         ("gpt2_124m", "v5e-16", 64, (XLA,)),
     ],
     "gpu": [
@@ -33,6 +34,7 @@ SEARCHES = {
         ("llama2_7b", "h100:8x8", 128, ()),
         ("llama3_8b", "h100:4x8", 128, ()),
         ("llama3_8b", "a100:8x8", 128, ()),
+        ("llama3_8b", "h100:1x8", 16, (STANDARD,)),
         ("llama3_70b", "h100:8x8", 256, ()),
     ],
 }
@@ -42,7 +44,7 @@ OTHERS = {
     "gradient_passes=0 score_passes=0 repeated_score_passes=0",
     "gpu": "head_streams=0 block_streams=0 stage_streams=0 split_streams=0 "
     "stream_passes=16 working_passes=0 working_passes=2 gather_passes=0 "
-    "gradient_passes=4 score_passes=0 repeated_score_passes=0",
+    "gradient_passes=4 hidden_sums=0 score_passes=0 repeated_score_passes=0",
 }
 
 
@@ -53,7 +55,7 @@ def found(platform: str) -> dict[str, tuple[list[str], frozenset[str], float]]:
         config = config_files.load([name], settings, root=Config).config
         done = search(config, target, batch=batch)
         best = done.finalists(5)
-        words = f"{name} on {target}{' with stored scores' if settings else ''}"
+        words = f"{name} on {target}{', '.join(['', *settings])}"
         result[words] = (
             [str(candidate.choice) for candidate in best],
             frozenset(str(candidate.choice) for candidate in done.fitting),

@@ -55,6 +55,7 @@ class Fitted:
     Overlap:
       gathering_devices: whose gathers of weights overlap with products; () for none,
         None for all.
+      hidden_sums: the share of tensor-parallel sums that overlaps with products.
     """
 
     fit: Fit
@@ -65,6 +66,7 @@ class Fitted:
     gather_passes: float
     gradient_passes: float
     gathering_devices: tuple[str, ...] | None
+    hidden_sums: float
     stage_streams: int = 4
     split_streams: int = 4
     loop_devices: int = 4
@@ -90,6 +92,7 @@ TPU = Fitted(
     gather_passes=0,
     gradient_passes=4,
     gathering_devices=("v5e",),
+    hidden_sums=0,
 )
 GPU = Fitted(
     Fit(
@@ -106,6 +109,7 @@ GPU = Fitted(
     gather_passes=2,
     gradient_passes=12,
     gathering_devices=None,
+    hidden_sums=0.22,
 )
 
 

@@ -100,8 +100,6 @@ class Moments:
         first = next((p for p in case.costs.products if p.summed), None)
         self.is_split = bool(first and axes_of(case, first, first.summed))
         self.repeats_split = self.is_split and case.costs.repeats_sums
-        whole, stream = case.costs.gathered, case.costs.residual
-        self.has_sequence = case.bytes(whole) > case.bytes(stream)
         # Whether the head's gradient comes after those of all blocks.
         self.head_last = bool(case.target.device.torus) and case.target.num_slices > 1
 
@@ -235,13 +233,12 @@ class Moments:
     def block_stream(self) -> Part:
         """Returns the stream while a block runs backward.
 
-        Where heads are sharded, the block is recomputed and the stream is sharded by
-        position (`sequence`), the normed inputs of its phases are gathered and wait for
-        the gradients of their weights.
+        Where heads are sharded and the block is recomputed, the normed inputs of its
+        phases, with all positions, wait for the gradients of their weights.
         """
         stream, words = self.costs.residual, "input, gradient, sum"
         arrays = [Values(stream, self.fitted.block_streams)]
-        if self.repeats_split and self.has_sequence:
+        if self.repeats_split:
             arrays.append(Values(self.costs.gathered, 2))
             words += "; normed inputs"
         return self.part("residual stream", words, *arrays)
@@ -255,7 +252,7 @@ class Moments:
         case, logits = self.case, Values(self.costs.logits)
         if not self.repeats_split or self.head_last:
             return ()
-        if not self.has_sequence:
+        if case.bytes(self.costs.gathered) == case.bytes(self.costs.residual):
             return (self.part("logits", "for the head's gradient", logits),)
         unrolled = case.scatters_in_ring(self.head_axes()) and not self.head_loops()
         if not self.fitted.overlaps_gathers(case.target.device.name) and not unrolled:

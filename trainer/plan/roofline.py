@@ -9,7 +9,8 @@ each mesh axis sends over its links; `exposed` is the part of it that a step wai
 How often arrays pass through HBM, and what XLA overlaps with products, is in fitted.py.
 Rings of products and a pipeline's permutes are asynchronous, except on GPUs those
 between several chunks of a stage. Gathers of weights overlap where fitted.py says so,
-except for the first product of a block. Sums and scatters are waited for.
+except for the first product of a block, and so does a share of the sums. All else is
+waited for.
 """
 
 import dataclasses
@@ -90,6 +91,8 @@ def _hidden_share(case: Case, transfer: Transfer) -> float:
         # On GPUs, stages of several chunks wait for each other's results.
         is_plain = case.pipeline is None or case.pipeline.schedule.num_chunks == 1
         return 1.0 if device.platform != "gpu" or is_plain else 0.0
+    if transfer.kind == "all-reduce" and transfer.what == "sums":
+        return case.fitted.hidden_sums
     is_gather = transfer.kind == "all-gather" and transfer.what == "weights"
     if not is_gather or case.pipeline or not case.fitted.overlaps_gathers(device.name):
         return 0.0
