@@ -98,7 +98,7 @@ def test_one_line_says_what_is_wrong(capsys, argv, message):
     ("target", "mesh", "message"),
     [
         ("4xv5e:4x4", "data=2/2,fsdp=32/2", "the axes data, fsdp cross slices"),
-        ("h100:2x8", "data=2/2,fsdp=8", "Leave the part after / out"),
+        ("h100:2x8", "data=2/2,fsdp=8", "Leave out the part after /"),
     ],
 )
 def test_what_cannot_be_compiled_over_slices(capsys, target, mesh, message):

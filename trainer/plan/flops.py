@@ -80,14 +80,12 @@ def flops(case: Case) -> Flops:
     forward = sum(each.values())
     again = sum(each[name] for name in each if name in costs.recomputed)
     backward = sum(p.backward * each[p.name] for p in costs.products) + again
-    layers = case.layers
-    if case.pipeline is not None:
-        layers //= case.pipeline.schedule.num_chunks
-        if not costs.keeps_weights:
-            backward += forward
-            # A block's last product only adds to the stream: if a chunk is one block,
-            # the compiler drops it from the backward pass.
-            backward -= each[costs.products[-1].name] if layers == 1 else 0
+    layers = case.chunk_layers
+    if case.pipeline is not None and not costs.keeps_weights:
+        backward += forward
+        # A block's last product only adds to the stream: if a chunk is one block, the
+        # compiler drops it from the backward pass.
+        backward -= each[costs.products[-1].name] if layers == 1 else 0
     blocks = layers * (times.forwards * forward + times.backwards * backward)
     head = times.heads * (1 + costs.head.backward) * _device(case, costs.head)
     head /= case.num_stages

@@ -166,8 +166,7 @@ class Moments:
         """Returns what waits in the slots of a stage, and what one microbatch keeps."""
         case, costs = self.case, self.costs
         assert case.pipeline is not None
-        slots = case.pipeline.schedule.num_slots
-        layers = case.layers // case.pipeline.schedule.num_chunks
+        slots, layers = case.pipeline.schedule.num_slots, case.chunk_layers
         if not costs.keeps_weights:
             inputs = Values(costs.residual, slots)
             kept = of_each(costs.kept, layers)

@@ -109,9 +109,7 @@ def _hidden_share(case: Case, transfer: Transfer) -> float:
 def memory_seconds(case: Case) -> float:
     """Returns the time of operations bound by memory, for a device and step."""
     costs, times, fitted = case.costs, ticks(case), case.fitted
-    layers = case.layers
-    if case.pipeline is not None:
-        layers //= case.pipeline.schedule.num_chunks
+    layers = case.chunk_layers
     gradients = sum(case.resident(case.gradients, FLOAT32).values())
     state = sum(
         sum(case.resident(tree).values()) for tree in (case.params, case.opt_state)

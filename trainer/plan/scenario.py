@@ -37,15 +37,17 @@ class Case:
 
     config: "Config"
     target: Target
-    spec: MeshSpec
     sizes: dict[str, int]
-    rules: Rules
     sharded: Sharded
     pipeline: Staging | None
     num_microbatches: int
     rows: int
     length: int
     costs: Any
+
+    @property
+    def spec(self) -> MeshSpec:
+        return self.config.mesh
 
     @property
     def num_stages(self) -> int:
@@ -55,6 +57,12 @@ class Case:
     def layers(self) -> int:
         """Layers on a device."""
         return self.config.model.num_layers // self.num_stages  # type: ignore
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of a device that run in one go: of a chunk of its stage, or all."""
+        chunks = self.pipeline.schedule.num_chunks if self.pipeline else 1
+        return self.layers // chunks
 
     @property
     def itemsize(self) -> int:
@@ -146,8 +154,8 @@ def _make_case(config: "Config", target: Target) -> Case:
                 "models/transformer.py does, or look at its parameters alone with "
                 "meshloom explain."
             )
-    spec = _with_slices(config.mesh, target)
-    mesh = spec.abstract(target.num_devices)
+    _check_slices(config.mesh, target)
+    mesh = config.mesh.abstract(target.num_devices)
     sizes, rules = mesh_sizes(mesh), config.make_rules()
     pipeline = make_staging(
         model,
@@ -169,35 +177,27 @@ def _make_case(config: "Config", target: Target) -> Case:
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
         name = f"batch_size {config.batch_size}{what}"
         sharded.mesh_axes(("batch", "length"), (count, length), "compute", name)
+    costs = _costs(model, rows, length, target.device.platform)
+    if pipeline is not None and pipeline.simulation.recomputes_once:
+        # Under full remat a chunk of one layer is recomputed once, not twice.
+        costs = dataclasses.replace(costs, recomputed=frozenset())
     return Case(
         config=config,
         target=target,
-        spec=spec,
         sizes=sizes,
-        rules=rules,
         sharded=sharded,
         pipeline=pipeline,
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=_staged_costs(
-            _costs(model, rows, length, target.device.platform), pipeline
-        ),
+        costs=costs,
     )
-
-
-def _staged_costs(costs: Any, pipeline: Staging | None) -> Any:
-    """Under full remat a chunk of one layer is recomputed once, not twice."""
-    if pipeline is None or not pipeline.simulation.recomputes_once:
-        return costs
-    return dataclasses.replace(costs, recomputed=frozenset())
 
 
 def _shaped(model: Any) -> Any:
     """Returns the model under one remat policy, which changes no shape."""
-    return (
-        dataclasses.replace(model, remat="none") if hasattr(model, "remat") else model
-    )
+    has_remat = hasattr(model, "remat")
+    return dataclasses.replace(model, remat="none") if has_remat else model
 
 
 @functools.lru_cache(maxsize=16)
@@ -233,8 +233,8 @@ def _costs(model: Any, rows: int, length: int, platform: str) -> Any:
     return model.costs(rows, length, platform=platform)
 
 
-def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:
-    """Returns the mesh; over several TPU slices it must say which axis crosses them."""
+def _check_slices(spec: MeshSpec, target: Target) -> None:
+    """Over several TPU slices a mesh must say which axis crosses them."""
     crossed = math.prod((spec.dcn or {}).values())
     if target.device.torus and crossed != target.num_slices:
         num = target.num_slices
@@ -244,9 +244,8 @@ def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:
             f"data={num}/{num},fsdp=-1."
             if num > 1
             else f"mesh {spec} has a dcn part, but target {target.name} is one slice. "
-            "Leave the part after / out."
+            "Leave out the part after /."
         )
-    return spec
 
 
 def _length(config: "Config") -> int:

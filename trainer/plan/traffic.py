@@ -138,11 +138,9 @@ def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
 def _sums(case: Case) -> Iterator[Transfer]:
     """Yields sums over the axes that shard the products themselves, such as tensor."""
     costs, times = case.costs, ticks(case)
-    layers = case.layers
-    starts = 0  # forwards that a backward begins with
-    if case.pipeline is not None:
-        layers //= case.pipeline.schedule.num_chunks
-        starts = 0 if costs.keeps_weights else times.backwards
+    layers = case.chunk_layers
+    # Forwards that a backward begins with.
+    starts = times.backwards if case.pipeline and not costs.keeps_weights else 0
     residual = case.bytes(costs.gathered)
     streams = set(case.mesh_axes(costs.residual.axes, costs.residual.shape))
     for product in costs.products:
