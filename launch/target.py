@@ -2,10 +2,9 @@
 
 Every target answers the same five questions. For one that is supervised
 (`LaunchTarget`; this machine, mpirun, srun, ssh) it is `hosts`, `environment` and
-`start`; the supervisor
-follows what was started and stops it by SIGTERM, so nothing of that is written twice.
-One that hands the job to a scheduler and leaves it there (`Submitted`; sbatch, kubectl)
-has `follow` and `stop` of its own.
+`start`; the supervisor follows what was started and stops it by SIGTERM, so nothing of
+that is written twice. One that hands the job to a scheduler and leaves it there
+(`Submitted`; sbatch, kubectl) has `follow` and `stop` of its own.
 """
 
 import abc

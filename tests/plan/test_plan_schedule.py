@@ -74,7 +74,7 @@ def test_chunks_are_those_of_interleaved_wherever_it_stands(run):
 
 def test_interleaved_that_cannot_be_is_left_out_and_named(run):
     shown = run("--layers", "3")
-    assert "interleaved is left out: 3 layers a stage cannot be cut into 2" in shown
+    assert "interleaved is left out: 3 layers a stage cannot be split into 2" in shown
     assert "interleaved, 2" not in shown
     assert "interleaved, 3 chunks" in run("--layers", "3", "--chunks", "3")
     notes = json.loads(run("--layers", "3", "--json"))["notes"]
@@ -130,9 +130,9 @@ def test_svg(run, tmp_path):
         ("--remat some", "remat 'some' is unknown; there are none, save-named"),
         ("--chunks 0 --layers 3", "a schedule needs at least 1 of chunks, got 0"),
         ("--schedule interleaved --layers 3", "schedule interleaved: 3 layers a stage"),
-        ("--activation 64MB", "--activation: '64MB' is no size; expected a number"),
-        ("--activation 0", "--activation: '0' is no size"),
-        ("--activation=", "--activation: '' is no size"),
+        ("--activation 64MB", "--activation: '64MB' is not a size; expected a number"),
+        ("--activation 0", "--activation: '0' is not a size"),
+        ("--activation=", "--activation: '' is not a size"),
         ("--layers 0", "--layers must be at least 1, got 0"),
         ("--fsdp 8", "--fsdp needs --weights"),
         ("--weights 8", "--weights needs --fsdp and --layers"),

@@ -129,7 +129,7 @@ class Compiled:
 
 
 class Refused(ValueError):
-    """The compiler refused to compile the step, and said why."""
+    """The compiler refused to compile the step; the message says why."""
 
 
 # Scalars and vectors of norms are sent too; below this they are not compared.
@@ -158,7 +158,7 @@ def compile_step(forecast: Forecast, keep: Path | None = None) -> Compiled:
     if crossed and not target.device.torus:
         raise ValueError(
             f"--compile for {target.name}: mesh {forecast.case.spec} has a dcn part, "
-            "and the compiler for GPUs knows no slices. Leave out the part after /: "
+            "and the compiler for GPUs has no slices. Leave out the part after /: "
             "neighbours on the mesh share a node anyway."
         )
     compiler = find_compiler(target)

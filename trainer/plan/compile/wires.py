@@ -60,7 +60,7 @@ class Wires:
         return Taken(slowest.seconds(sent), every, UNKNOWN_AXES)
 
     def _directions(self, found: Found, axes: tuple[str, ...]) -> str:
-        """Returns which way a permute goes round: >, <, or both if it is no ring."""
+        """Returns which way a permute goes round: >, <, or both if not a ring."""
         size = self.sizes[axes[0]]
         if len(axes) != 1 or size == 2:
             return "<>"
