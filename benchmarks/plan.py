@@ -1,4 +1,4 @@
-"""The closed form of `meshloom plan` against compilers, case by case.
+"""Compares the closed form of `meshloom plan` with compilers, case by case.
 
     python benchmarks/plan.py [--cases gpt2 v5p] [--json FILE] [--list]
 
@@ -46,7 +46,7 @@ MODELS = {
 }
 INTERLEAVED = 'pipeline.schedule="interleaved"'
 SEQUENCE = 'plan="data+fsdp+tensor+sequence+pipeline"'
-# Nothing is left to be chosen: a case is the same program whatever the defaults are.
+# Nothing is left open: a case is the same program whatever the defaults are.
 PLAIN = {
     "plan": '"data+fsdp+tensor+pipeline"',
     "num_microbatches": "1",
@@ -148,7 +148,7 @@ CASES = [
 
 
 def figures(case: Case, compiled: Compiled) -> dict:
-    """What is compared, predicted and compiled."""
+    """Returns what is compared, predicted and compiled."""
     found = case.forecast()
     moved, predicted = compiled.bytes_by_axes(), by_axes(found.transfers)
     axes = [a for a in {*moved, *predicted} if moved.get(a, 0) >= SMALL]
