@@ -94,8 +94,8 @@ class Costs:
       kept_once: what the stack keeps once for all blocks, such as masks. The compiler
         recreates these where it needs them, unless a pipeline carries them.
       keeps_weights: whether the gathered, cast weights are kept too.
-      working: the phases of a block's backward pass. Under full remat the block has
-        been recomputed first, so what a later phase needs is already there.
+      working: the phases of a block's backward pass, at least one. Under full remat
+        the block has been recomputed first, so what a later phase needs is there.
       waiting: operands of weight gradients that stay alive where the compiler runs
         those products last in a block, as XLA does for GPUs; () where it does not.
       logits: in the compute dtype; float32 logits are never stored.

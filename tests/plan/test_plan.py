@@ -1,8 +1,11 @@
 """The closed form, on models so small that its numbers can be made by hand."""
 
+import ast
 import dataclasses
+from typing import Any
 
 import pytest
+from paths import ROOT
 from tiny_plans import B, D, F, L, V, config
 
 from meshloom.sharding import MeshSpec, parse_plan
@@ -340,3 +343,27 @@ def test_a_config_is_checked_as_a_run_would():
         forecast(config(num_microbatches=3), "v5e:2x4", mesh="fsdp=8")
     with pytest.raises(ValueError, match="object has no method `costs`"):
         forecast(dataclasses.replace(config(), model=object()), "v5e:2x4")
+
+
+def test_a_forecast_knows_no_array_of_a_model():
+    """They are in the model's costs; selectors and parts are the forecast's own."""
+    model: Any = config().model
+    costs = model.costs(B, L, platform="cpu")
+    paths = [array.path for array in forecast(config(), "v5e-8").case.params.arrays]
+    arrays = [
+        *costs.kept,
+        *costs.kept_once,
+        *(a for w in costs.working for a in w.arrays),
+    ]
+    names = {path.rpartition("/")[2] for path in paths} | {*paths, costs.stack}
+    names |= {one.name for one in (*arrays, *costs.products)}
+    names |= {"embed", "heads", "kv_heads", "mlp", "vocab"}
+    used = {
+        node.value
+        for path in (ROOT / "trainer/plan").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert {"qkv", "embedding", "blocks/", "scores"} <= names
+    # A part of every model, ticks of a pipeline, hidden seconds, an anchor of SVG.
+    assert used & names <= {"head", "heads", "hidden", "middle"}

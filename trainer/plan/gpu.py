@@ -47,12 +47,14 @@ class GpuMoments(Moments):
             return {name: (*parts, workspace) for name, parts in moments.items()}
         size, words = self.case.itemsize, "of the stage and outside"
         whole = Weights("compute", itemsize=size)
+        table = (
+            [Weights("compute", self.costs.table, FLOAT32)] if self.costs.table else []
+        )
         # Gradients of look-ups are summed in float32.
-        table = Weights("compute", self.costs.table, FLOAT32)
-        outside = (*self.outside_gradients(size), table)
+        outside = (*self.outside_gradients(size), *table)
         gradients = {
             "head": self.part("gradients", "outside the blocks", *outside),
-            "backward": self.part("gradients", "of one microbatch", whole, table),
+            "backward": self.part("gradients", "of one microbatch", whole, *table),
         }
         for name, gradient in gradients.items():
             replaced = ("weights, gathered", "gradients")

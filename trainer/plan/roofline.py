@@ -144,8 +144,12 @@ def _unfused_seconds(case: Case) -> float:
     """Returns how much longer stored scores take than a block's attention products."""
     costs, device, fitted = case.costs, case.target.device, case.fitted
     alone = [product for product in costs.products if not product.weight]
-    stored = [a for a in costs.working[0].arrays if a.unfused and a.itemsize == FLOAT32]
-    if not stored:
+    phases = (
+        [a for a in phase.arrays if a.unfused and a.itemsize == FLOAT32]
+        for phase in costs.working
+    )
+    stored = next(filter(None, phases), None)
+    if stored is None:
         return 0.0
     count = sum(array.count for array in stored)
     # Where heads share keys, gradients of scores are stored in half the width.
