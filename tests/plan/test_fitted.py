@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 
 import pytest
-from tiny_plans import config
+from tiny_plans import compiled_config, config
 
 from meshloom.sharding.plans import WITH_SEQUENCE
 from meshloom.trainer.plan import fitted, forecast
@@ -16,15 +16,6 @@ from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 from meshloom.trainer.program.pipelining import Pipelining
 
-# Large enough not to be kept in a chip's fast memory, small enough for half a minute.
-SIZES = {
-    "vocab_size": 32_000,
-    "num_layers": 8,
-    "d_model": 1024,
-    "num_heads": 8,
-    "d_ff": 2816,
-    "max_length": 2048,
-}
 STAGED = Pipelining(schedule="1f1b", gather="step")
 FORECASTS = {
     "tpu": [
@@ -77,9 +68,8 @@ def test_every_number_of_the_table_counts(platform, name, monkeypatch):
 def test_the_table_holds_for_the_compiler_that_it_names():
     fit = fitted.TPU.fit
     assert fit.compiler == f"libtpu {importlib.metadata.version('libtpu')}"
-    c = config(remat="full", num_microbatches=1, **SIZES)
-    data = dataclasses.replace(c.data, length=2048)
-    c = dataclasses.replace(c, data=data, plan=WITH_SEQUENCE)
+    c = compiled_config(remat="full", num_microbatches=1)
+    c = dataclasses.replace(c, plan=WITH_SEQUENCE)
     found = forecast(c, "v5e:4x4", mesh="fsdp=4,tensor=4", batch=64)
     compiled = compile_step(found)
     assert found.memory.peak == pytest.approx(compiled.peak, rel=fit.peak)
