@@ -88,7 +88,7 @@ def test_a_missing_cudnn_has_a_remedy():
 
 def test_attention_that_a_pipeline_cannot_cut_has_a_remedy():
     errors = "  line 163, in _custom_partitioning_partition\nAssertionError: \n"
-    assert compiled.reason(errors).startswith("AssertionError: jax cannot cut cuDNN's")
+    assert compiled.reason(errors).startswith("AssertionError: jax cannot shard cuDNN'")
 
 
 @pytest.mark.parametrize("fused", [True, False, None])

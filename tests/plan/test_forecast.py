@@ -135,7 +135,7 @@ class Broken(transformer.Config):
     ("wrap", "words"),
     [
         (lambda _: Costless(), "No forecast: model Costless has no method `costs`, so "
-         "a plan cannot know what its step keeps and multiplies"),
+         "a forecast cannot know what its step keeps and multiplies"),
         (lambda m: Broken(**vars(m)), "No forecast: KeyError: 'x'"),
     ],
 )  # fmt: skip

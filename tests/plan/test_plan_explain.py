@@ -98,8 +98,8 @@ def test_stages_differ_in_layers_and_in_slots_that_are_filled():
     assert [stage["in_flight"] for stage in shown] == places.tolist() == [7, 5, 3, 1]
     text = explain(it)
     assert "7 slots for inputs in flight are on every stage" in text
-    assert "stored in parts on every stage: embedding, head" in text
-    assert "stored whole on every stage: final_norm/scale" in text
+    assert "sharded over the stages: embedding, head" in text
+    assert "replicated over the stages: final_norm/scale" in text
     assert stages(found("fsdp=8").case) == [] and "stage" not in explain(
         found("fsdp=8")
     )

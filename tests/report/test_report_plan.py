@@ -112,5 +112,5 @@ def test_a_plan_is_a_page_of_its_own(tmp_path, capsys):
     (peak,) = re.findall("<li><span>peak .*?</li>", text)
     update = re.search("<li><span>at the update .*?</li>", text)
     assert "<i class=over>" in peak and update and "<i>" in update[0]
-    with pytest.raises(ValueError, match="absent is not there; make it first"):
+    with pytest.raises(ValueError, match="absent does not exist"):
         write_forecast({}, "x", tmp_path / "absent" / "plan.html")
