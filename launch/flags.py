@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .target import LaunchTarget
+from .target import Target
 
 
 def add_supervision(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def supervise(target: LaunchTarget, args: argparse.Namespace, processes: int) -> int:
+def supervise(target: Target, args: argparse.Namespace, processes: int) -> int:
     """Runs a job until it is done; the exit status."""
     from .settings import Settings
     from .supervisor import Supervisor

@@ -19,7 +19,7 @@ from .masking import masked_command
 from .progress_watch import Watch
 from .restarts import Restarts
 from .settings import Settings
-from .target import Attempt, LaunchTarget
+from .target import Attempt, Target
 from .warm import Warm
 from .workers import Group, Heir
 
@@ -45,7 +45,7 @@ class Supervisor:
     when the thread that started them ends.
     """
 
-    def __init__(self, target: LaunchTarget, folder: Path, settings: Settings):
+    def __init__(self, target: Target, folder: Path, settings: Settings):
         self._target, self._settings = target, settings
         self._logs = Logs(folder)
         self._heir = Heir()

@@ -1,10 +1,10 @@
 """Where a job runs: the interface of the modules in targets/.
 
-Every target answers the same five questions. For one that is supervised
-(`LaunchTarget`; this machine, mpirun, srun, ssh) it is `hosts`, `environment` and
-`start`; the supervisor follows what was started and stops it by SIGTERM, so nothing of
-that is written twice. One that hands the job to a scheduler and leaves it there
-(`Submitted`; sbatch, kubectl) has `follow` and `stop` of its own.
+Every target answers the same five questions. For one that is supervised (`Target`; this
+machine, mpirun, srun, ssh) it is `hosts`, `environment` and `start`; the supervisor
+follows what was started and stops it by SIGTERM, so nothing of that is written twice.
+One that hands the job to a scheduler and leaves it there (`Submitted`; sbatch, kubectl)
+has `follow` and `stop` of its own.
 """
 
 import abc
@@ -60,7 +60,7 @@ class Command:
     host: str = ""
 
 
-class LaunchTarget(abc.ABC):
+class Target(abc.ABC):
     """Runs `command` as every process of a job.
 
     Args:

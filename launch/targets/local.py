@@ -8,7 +8,7 @@ from ..logs import Logs
 from ..target import (
     Attempt,
     Command,
-    LaunchTarget,
+    Target,
     job_environment,
     local_host,
     own_variables,
@@ -47,7 +47,7 @@ def launch(args: argparse.Namespace) -> int:
     return flags.supervise(target, args, args.processes)
 
 
-class Local(LaunchTarget):
+class Local(Target):
     """Processes of this machine, each a child of the supervisor."""
 
     def hosts(self, processes: int) -> list[str]:

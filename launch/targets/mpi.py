@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import flags
 from ..logs import Logs
-from ..target import Attempt, Command, LaunchTarget, carried, local_host, rank_command
+from ..target import Attempt, Command, Target, carried, local_host, rank_command
 
 SUMMARY = (
     "run a command as several processes by mpirun (Open MPI or MPICH), and restart all "
@@ -73,7 +73,7 @@ def launch(args: argparse.Namespace) -> int:
     return flags.supervise(target, args, processes)
 
 
-class Mpi(LaunchTarget):
+class Mpi(Target):
     """One mpirun that starts all processes.
 
     Args:

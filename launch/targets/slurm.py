@@ -17,7 +17,7 @@ from .. import flags
 from ..exit_codes import PREEMPTED
 from ..logs import Logs, say
 from ..schedulers import expand
-from ..target import Attempt, Command, LaunchTarget, rank_command
+from ..target import Attempt, Command, Target, rank_command
 
 SUMMARY = (
     "submit a command as a job of Slurm, or inside an allocation run it by srun, and "
@@ -146,7 +146,7 @@ def step_options(args: argparse.Namespace) -> list[str]:
     return options + args.srun_option
 
 
-class SlurmStep(LaunchTarget):
+class SlurmStep(Target):
     """One srun that starts all processes, on all nodes of the allocation."""
 
     most: int

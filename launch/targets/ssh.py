@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import flags
 from ..logs import Logs
-from ..target import Attempt, Command, LaunchTarget, carried, local_host, own_variables
+from ..target import Attempt, Command, Target, carried, local_host, own_variables
 
 SUMMARY = (
     "run a command on a list of hosts by ssh, and restart all processes when one dies, "
@@ -82,7 +82,7 @@ def launch(args: argparse.Namespace) -> int:
     return flags.supervise(target, args, target.most)
 
 
-class Ssh(LaunchTarget):
+class Ssh(Target):
     """Processes that live as long as our ssh to their host does.
 
     Meshloom must be installed in the same place on every host, as on a shared file

@@ -11,7 +11,7 @@ from meshloom.launch import once
 from meshloom.trainer.checkpoint import manifest
 from meshloom.trainer.record import metrics
 from meshloom.trainer.verify import certificate, certify, checkpoint_faults
-from meshloom.trainer.verify.certify_meshes import Machine, MeshJob, choose
+from meshloom.trainer.verify.certify_meshes import Machine, Target, choose
 
 STEPS, SAVE_AT = 6, 3
 # A pipeline that keeps layers in another order than on disk.
@@ -177,7 +177,7 @@ def test_each_level_is_seen_to_fail(name, runs, tmp_path):
     assert [key for key, x in found.items() if not x.passed] == levels.split()
     level = levels.split()[0]
     assert words in found[level].words
-    row = certificate.MeshResult("pipe=2", 2, 1, 1.0, found)
+    row = certificate.Row("pipe=2", 2, 1, 1.0, found)
     assert not row.passed
     assert f"pipe=2, {level}: {found[level].words}" in certificate.table([row])
 
@@ -196,7 +196,7 @@ def test_the_same_mesh_must_be_bit_equal(name, runs, tmp_path):
 
 @pytest.mark.processes
 def test_a_flipped_bit_fails_the_state(runs, tmp_path):
-    target = MeshJob.parse("tensor=2")
+    target = Target.parse("tensor=2")
     job = certify.Certify(
         configs=(TINY,),
         sets=SETS,
@@ -302,19 +302,19 @@ def test_what_only_the_run_can_know_is_bad_input_too(tmp_path, monkeypatch, capf
 
 
 def test_processes_share_the_devices_of_a_mesh():
-    envs = Machine().environments(MeshJob.parse("data=2,tensor=2@2"), port=1)
+    envs = Machine().environments(Target.parse("data=2,tensor=2@2"), port=1)
     assert [env["JAX_NUM_CPU_DEVICES"] for env in envs] == ["2", "2"]
     assert [env["MESHLOOM_PROCESS_ID"] for env in envs] == ["0", "1"]
     assert all(int(env["NPROC"]) >= 8 for env in envs)
-    (env,) = Machine().environments(MeshJob.parse("data=4"), port=1)
+    (env,) = Machine().environments(Target.parse("data=4"), port=1)
     assert env["JAX_NUM_CPU_DEVICES"] == "4" and "MESHLOOM_COORDINATOR" not in env
-    envs = Machine("gpu", 8).environments(MeshJob.parse("data=4@2"), port=1)
+    envs = Machine("gpu", 8).environments(Target.parse("data=4@2"), port=1)
     assert [env["JAX_CUDA_VISIBLE_DEVICES"] for env in envs] == ["0,1", "2,3"]
 
 
 def test_accelerators_are_taken_where_all_meshes_fit():
     said = []
-    targets = [MeshJob.parse("fsdp=4"), MeshJob.parse("data=2@2")]
+    targets = [Target.parse("fsdp=4"), Target.parse("data=2@2")]
     assert choose("cpu", 1, targets, said.append) == Machine() and not said
     assert choose("gpu", 8, targets, said.append) == Machine("gpu", 8) and not said
     assert choose("gpu", 2, targets, said.append) == Machine()

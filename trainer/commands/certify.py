@@ -79,7 +79,7 @@ def _certify(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     from ..verify import certify, certify_meshes
 
-    targets = tuple(certify_meshes.MeshJob.parse(text) for text in args.meshes)
+    targets = tuple(certify_meshes.Target.parse(text) for text in args.meshes)
     jax.config.update("jax_num_cpu_devices", max(t.devices for t in targets))
     configs = tuple(args.config or ["default"])
     workdir = args.workdir or Path("runs", f"certify-{Path(configs[-1]).stem}")

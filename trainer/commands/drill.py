@@ -103,7 +103,7 @@ def _drill(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, text: str):
     """How jobs are run on a mesh such as "fsdp=2" or "fsdp=4@4"."""
     from ...sharding import MeshSpec
-    from ..verify.drill_job import DrillSettings
+    from ..verify.drill_job import Plan
 
     mesh, at, count = text.partition("@")
     if at and not count.isdigit():
@@ -123,7 +123,7 @@ def _plan(args: argparse.Namespace, text: str):
         *(part for name in args.config or ["drill"] for part in ("--config", name)),
         *(part for text in args.set for part in ("--set", text)),
     ]
-    return DrillSettings(
+    return Plan(
         tuple(train),
         mesh,
         processes=processes,

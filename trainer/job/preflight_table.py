@@ -46,7 +46,7 @@ REMEDIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class Row:
     """One thing that differs: each value with the processes that have it."""
 
     group: str
@@ -83,13 +83,13 @@ def render(reports: Sequence[Mapping[str, Any]]) -> str:
     return f"{_headline(rows, hosts)}\n{_text(table)}\n{remedies}"
 
 
-def _headline(rows: Sequence[Difference], hosts: Sequence[str]) -> str:
+def _headline(rows: Sequence[Row], hosts: Sequence[str]) -> str:
     odd = sorted({process for row in rows for process in row.odd})
     words = f"the {len(hosts)} processes of this job differ; no step was trained."
     return f"{words} Odd: {_names(odd, hosts)}." if odd else words
 
 
-def _add(table: Table, row: Difference, hosts: Sequence[str]) -> None:
+def _add(table: Table, row: Row, hosts: Sequence[str]) -> None:
     label = f"{row.group}: {row.name}" if row.name else row.group
     odd = set(row.odd)
     for value, who in sorted(row.values.items(), key=lambda item: -len(item[1])):
@@ -124,7 +124,7 @@ def _text(table: Table) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def differences(reports: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows = []
     for group in reports[0]["facts"]:
         each = [report["facts"][group] for report in reports]
@@ -136,12 +136,12 @@ def differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
     return rows
 
 
-def _row(group: str, name: str, values: Sequence[str]) -> list[Difference]:
+def _row(group: str, name: str, values: Sequence[str]) -> list[Row]:
     """One row, or none if all values are equal."""
     found: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         found.setdefault(value, []).append(process)
-    return [Difference(group, name, found)] if len(found) > 1 else []
+    return [Row(group, name, found)] if len(found) > 1 else []
 
 
 def _word(facts: Mapping[str, Any], name: str) -> str:
@@ -151,7 +151,7 @@ def _word(facts: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _clock(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def _clock(reports: Sequence[Mapping[str, Any]]) -> list[Row]:
     clocks = [report["clock"] for report in reports if "clock" in report]
     if not clocks or max(clocks) - min(clocks) <= CLOCK_SECONDS:
         return []
@@ -164,7 +164,7 @@ def _clock(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
     )
 
 
-def _folders(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def _folders(reports: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows = []
     for what in reports[0].get("probes", {}):
         found = [report["probes"][what] for report in reports]
@@ -179,7 +179,7 @@ def _folders(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
     return rows
 
 
-def _addresses(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def _addresses(reports: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Only between hosts does it matter what a host's own name means to itself."""
     if len({report["host"] for report in reports}) == 1:
         return []
@@ -196,4 +196,4 @@ def _addresses(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
     found: dict[str, list[int]] = {}
     for process, word in enumerate(words):
         found.setdefault(word, []).append(process)
-    return [Difference("address", "of the host's own name", found)]
+    return [Row("address", "of the host's own name", found)]

@@ -36,7 +36,7 @@ class Level:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshResult:
+class Row:
     """One mesh; `levels` are those of LEVELS."""
 
     mesh: str
@@ -90,7 +90,7 @@ def state_at(folder: Path, step: int) -> str:
     return manifest.state_digest(manifest.read(RunFolder(folder).checkpoints, step))
 
 
-def table(rows: Sequence[MeshResult]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """The meshes, and below them what is wrong, if anything."""
     cells: list[Sequence[str]] = [("mesh", "devices", "processes", *LEVELS, "seconds")]
     for row in rows:

@@ -31,7 +31,7 @@ from ..record.run_folder import CONFIG_GIN, CONFIG_JSON, PACKAGES, RunFolder
 from ..run.prepare import prepare
 from ..run.train import Config
 from . import certificate
-from .certify_meshes import Machine, MeshJob, find_machine
+from .certify_meshes import Machine, Target, find_machine
 
 FILE = "certificate.json"
 # What only costs time here; the checkpoint to continue from must be kept.
@@ -63,7 +63,7 @@ class Certify:
 
     configs: tuple[str, ...]
     sets: tuple[str, ...]
-    targets: tuple[MeshJob, ...]
+    targets: tuple[Target, ...]
     workdir: Path
     steps: int = 20
     save_at: int = 10
@@ -162,7 +162,7 @@ class Certify:
         self.say(certificate.table(rows))
         return document
 
-    def resume(self, target: MeshJob, folder: Path) -> certificate.MeshResult:
+    def resume(self, target: Target, folder: Path) -> certificate.Row:
         """Continues the copy of the reference in `folder` to the end, and judges it."""
         outcome = self._train(target, folder)
         if outcome.reason:
@@ -177,9 +177,9 @@ class Certify:
                 drift=None if is_same else self.drift,
             )
         counts = (target.devices, target.processes)
-        return certificate.MeshResult(target.text, *counts, outcome.seconds, levels)
+        return certificate.Row(target.text, *counts, outcome.seconds, levels)
 
-    def _train(self, target: MeshJob, folder: Path) -> once.Outcome:
+    def _train(self, target: Target, folder: Path) -> once.Outcome:
         sets = (*self.sets, *self.settings)
         command = [
             *(sys.executable, "-P", "-m", "meshloom.trainer.cli", "train"),
@@ -197,7 +197,7 @@ class Certify:
 
     def _document(
         self,
-        rows: Sequence[certificate.MeshResult],
+        rows: Sequence[certificate.Row],
         config: Config,
         dtype: str,
         seconds: float,

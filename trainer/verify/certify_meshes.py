@@ -15,7 +15,7 @@ PROBE_SECONDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshJob:
+class Target:
     """A mesh and the number of processes that its devices are divided among."""
 
     text: str
@@ -23,7 +23,7 @@ class MeshJob:
     processes: int
 
     @classmethod
-    def parse(cls, text: str) -> "MeshJob":
+    def parse(cls, text: str) -> "Target":
         """Reads "data=2,tensor=2", or "data=4@2" for two processes."""
         sizes, at, count = text.partition("@")
         if at and not (count.isdigit() and int(count) > 0):
@@ -61,7 +61,7 @@ class Machine:
     platform: str = "cpu"
     devices: int = 0
 
-    def environments(self, target: MeshJob, port: int) -> list[dict[str, str]]:
+    def environments(self, target: Target, port: int) -> list[dict[str, str]]:
         """What each process of a run is told."""
         each = target.devices // target.processes
         envs = local.environments(
@@ -81,7 +81,7 @@ class Machine:
 
 
 def find_machine(
-    targets: Sequence[MeshJob], say: Callable[[str], None], platforms: str
+    targets: Sequence[Target], say: Callable[[str], None], platforms: str
 ) -> Machine:
     """The accelerators of this machine if all runs fit on them; otherwise the CPU.
 
@@ -109,7 +109,7 @@ def find_machine(
 
 
 def choose(
-    platform: str, count: int, targets: Sequence[MeshJob], say: Callable[[str], None]
+    platform: str, count: int, targets: Sequence[Target], say: Callable[[str], None]
 ) -> Machine:
     if platform == "cpu":
         return Machine()

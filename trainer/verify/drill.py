@@ -17,7 +17,7 @@ from ..record import ledger_audit
 from ..record.ledger import Ledger
 from . import certificate
 from .drill_faults import FAULTS, NEEDS_MOUNTS, ON_ANOTHER_MESH
-from .drill_job import DrillSettings, Failed, running
+from .drill_job import Failed, Plan, running
 from .storage_faults import can_mount
 
 # Of losses on another mesh, over the first steps there, in float32.
@@ -51,7 +51,7 @@ class Result:
         return not self.problem and not self.skipped
 
 
-def reference(plan: DrillSettings, folder: Path) -> None:
+def reference(plan: Plan, folder: Path) -> None:
     """Trains without a fault."""
     with running(plan, folder) as job:
         if status := job.finish():
@@ -62,7 +62,7 @@ def reference(plan: DrillSettings, folder: Path) -> None:
 
 
 def run(
-    plan: DrillSettings, workdir: Path, names: Iterable[str], say: Callable[[str], None]
+    plan: Plan, workdir: Path, names: Iterable[str], say: Callable[[str], None]
 ) -> list[Result]:
     """Runs the faults one after the other; keeps the folders of those that failed."""
     say(f"{plan.name}, without faults: {plan.num_steps} steps")
@@ -79,7 +79,7 @@ def run(
     return results
 
 
-def _try(plan: DrillSettings, name: str, folder: Path, whole: Path) -> Result:
+def _try(plan: Plan, name: str, folder: Path, whole: Path) -> Result:
     if name in NEEDS_MOUNTS and not can_mount():
         return Result(name, plan.name, skipped="nothing can be mounted here")
     try:

@@ -14,14 +14,14 @@ from ...launch.exit_codes import PREEMPTED
 from ..checkpoint.manager import committed_steps
 from ..job.fault_points import Hold, Point
 from . import checkpoint_faults
-from .drill_job import DrillSettings, Failed, Job, recover, running
+from .drill_job import Failed, Job, Plan, recover, running
 from .storage_faults import file_limit_of_one, full_disk, full_disk_of_one, read_only
 
-Fault = Callable[[DrillSettings, Path], float]
+Fault = Callable[[Plan, Path], float]
 
 
 def kill_in_a_step(worker: int) -> Fault:
-    def run(plan: DrillSettings, folder: Path) -> float:
+    def run(plan: Plan, folder: Path) -> float:
         with running(plan, folder) as job:
             job.wait_for_step(2 * plan.save_every + 2)
             return recover(job, job.strike(worker))
@@ -32,7 +32,7 @@ def kill_in_a_step(worker: int) -> Fault:
 def kill_at(point: Point, worker: int) -> Fault:
     """Kills a worker while process 0, or the worker itself, is held at a point."""
 
-    def run(plan: DrillSettings, folder: Path) -> float:
+    def run(plan: Plan, folder: Path) -> float:
         step, attempt = 2 * plan.save_every, 2 if point == "restore" else 1
         held = 0 if point == "commit" else worker  # process 0 alone commits
         marker = folder / "held"
@@ -47,7 +47,7 @@ def kill_at(point: Point, worker: int) -> Fault:
     return run
 
 
-def sigterm(plan: DrillSettings, folder: Path) -> float:
+def sigterm(plan: Plan, folder: Path) -> float:
     """One worker is told to leave: all save at the same step, and come back."""
     with running(plan, folder) as job:
         job.wait_for_step(plan.save_every + 2)
@@ -56,7 +56,7 @@ def sigterm(plan: DrillSettings, folder: Path) -> float:
         return recover(job, struck)
 
 
-def sigstop(plan: DrillSettings, folder: Path) -> float:
+def sigstop(plan: Plan, folder: Path) -> float:
     """One worker stops, but does not die: the watchdogs of the others end the job."""
     with running(plan, folder) as job:
         job.wait_for_step(plan.save_every + 2)
@@ -66,7 +66,7 @@ def sigstop(plan: DrillSettings, folder: Path) -> float:
 def damage(make: Callable[[Path], Path]) -> Fault:
     """The newest checkpoint is damaged between two runs: the one before is taken."""
 
-    def run(plan: DrillSettings, folder: Path) -> float:
+    def run(plan: Plan, folder: Path) -> float:
         with running(plan, folder) as job:
             job.wait(
                 f"checkpoint {plan.save_every}", lambda: _has(job, plan.save_every)
@@ -89,7 +89,7 @@ def damage(make: Callable[[Path], Path]) -> Fault:
     return run
 
 
-def slow_read(plan: DrillSettings, folder: Path) -> float:
+def slow_read(plan: Plan, folder: Path) -> float:
     """A worker is killed, and one process takes 5 s longer to read its part."""
     hold = Hold("read", 0, plan.processes - 1, 2, str(folder / "held"), seconds=5.0)
     with running(plan, folder, hold=hold) as job:
@@ -101,7 +101,7 @@ def slow_read(plan: DrillSettings, folder: Path) -> float:
         return seconds
 
 
-def connection_reset(plan: DrillSettings, folder: Path) -> float:
+def connection_reset(plan: Plan, folder: Path) -> float:
     """A worker is killed, and storage fails one process once while it reads."""
     worker = plan.processes - 1
     marker = folder / "held"
@@ -120,7 +120,7 @@ def _nothing_set_aside(job: Job) -> None:
         raise Failed(f"checkpoints {aside} were good, but were set aside")
 
 
-def other_mesh(plan: DrillSettings, folder: Path) -> float:
+def other_mesh(plan: Plan, folder: Path) -> float:
     """A worker is killed, and the job goes on with half the processes.
 
     Where the mesh does not follow the number of devices, by another command.

@@ -20,7 +20,7 @@ POLL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class DrillSettings:
+class Plan:
     """How the jobs of a drill are run.
 
     Attributes:
@@ -153,7 +153,7 @@ def recover(job: Job, struck: float) -> float:
 
 @contextlib.contextmanager
 def running(
-    plan: DrillSettings,
+    plan: Plan,
     folder: Path,
     *,
     hold: Hold | None = None,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...sharding.text import align
 from . import drill, recovery_timing
-from .drill_job import DrillSettings, Failed, Job, running
+from .drill_job import Failed, Job, Plan, running
 
 
 @dataclasses.dataclass
@@ -66,7 +66,7 @@ class Soak:
 
 
 def run(
-    plan: DrillSettings,
+    plan: Plan,
     workdir: Path,
     kills: int,
     every: float | None,
@@ -99,7 +99,7 @@ def run(
     return found
 
 
-def _reference(plan: DrillSettings, folder: Path) -> None:
+def _reference(plan: Plan, folder: Path) -> None:
     with running(plan, folder) as job:
         if status := job.finish():
             raise ValueError(

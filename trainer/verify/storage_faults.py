@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...launch.exit_codes import BAD_INPUT
 from ..job.fault_points import Hold
-from .drill_job import DrillSettings, Failed, Job, recover, running
+from .drill_job import Failed, Job, Plan, recover, running
 
 # $1 is the run folder, $2 the step whose checkpoint is waited for, $3 a file to make
 # when the storage is repaired; the rest is the job. The functions are the fault's.
@@ -60,7 +60,7 @@ finish() { :; }
 """
 
 
-def full_disk(plan: DrillSettings, folder: Path) -> float:
+def full_disk(plan: Plan, folder: Path) -> float:
     """The disk is full: a clear end, with the last good checkpoint untouched."""
     disk = folder / "checkpoints"
     disk.mkdir(parents=True)
@@ -70,14 +70,14 @@ def full_disk(plan: DrillSettings, folder: Path) -> float:
     return seconds
 
 
-def full_disk_of_one(plan: DrillSettings, folder: Path) -> float:
+def full_disk_of_one(plan: Plan, folder: Path) -> float:
     """One process is told that the disk is full, when it is about to save."""
     hold = Hold("write", 2 * plan.save_every, 1, 1, str(folder / "held"))
     hold = dataclasses.replace(hold, errno=errno.ENOSPC)
     return _end_and_continue(plan, folder, os.strerror(errno.ENOSPC), hold)
 
 
-def file_limit_of_one(plan: DrillSettings, folder: Path) -> float:
+def file_limit_of_one(plan: Plan, folder: Path) -> float:
     """One process can write no file of more than 4 KiB: it fails in the background."""
 
     def strike(job: Job) -> None:
@@ -89,7 +89,7 @@ def file_limit_of_one(plan: DrillSettings, folder: Path) -> float:
 
 
 def _end_and_continue(
-    plan: DrillSettings,
+    plan: Plan,
     folder: Path,
     message: str,
     hold: Hold | None = None,
@@ -110,7 +110,7 @@ def _check_said(job: Job, message: str) -> None:
         raise Failed(f"the job ended without saying {message!r}; see {job.log}")
 
 
-def read_only(plan: DrillSettings, folder: Path) -> float:
+def read_only(plan: Plan, folder: Path) -> float:
     """The run folder cannot be written to for 10 seconds."""
     folder.mkdir(parents=True)
     return _run(plan, folder, READ_ONLY, "Read-only file system")
@@ -130,7 +130,7 @@ def _unshare() -> list[str]:
     return ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
 
 
-def _run(plan: DrillSettings, folder: Path, functions: str, message: str) -> float:
+def _run(plan: Plan, folder: Path, functions: str, message: str) -> float:
     """Runs a job around which storage fails, and is repaired once the job has ended."""
     repaired = folder / "repaired"
     script = ["sh", "-c", functions + SCRIPT, "sh", str(folder), str(plan.save_every)]
