@@ -12,8 +12,11 @@ BIN := $(VENV)/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 WHEEL_VENV := build/wheel-venv
 ALONE_VENV := build/alone-venv
+# The compiler for TPUs, apart: beside a CPU's jax it would slow down every start. The
+# version is the one that trainer/plan/fitted.py names.
+LIBTPU := build/libtpu-0.0.51
 
-.PHONY: install dev train test lint types tests slow fuzz wheel-test benchmarks clean
+.PHONY: install dev train test lint types tests slow fuzz tpu-test wheel-test benchmarks clean
 
 # One stamp per set of extras, so that `make train EXTRA=cuda12` installs again.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
@@ -38,7 +41,7 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 train: $(INSTALLED)
 	$(BIN)/meshloom train $(ARGS)
 
-test: lint types tests wheel-test
+test: lint types tests tpu-test wheel-test
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -61,6 +64,17 @@ tests: $(DEV)
 # The long forms of tests.
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+$(LIBTPU)/.installed: | $(DEV)
+	rm -rf $(LIBTPU)
+	$(PIP) install --quiet --no-deps --target $(LIBTPU) $(subst build/libtpu-,libtpu==,$(LIBTPU))
+	@touch $@
+
+# The numbers that were fitted to libtpu, against a step that it compiles: 50 s, and
+# 590 MB of libtpu that are downloaded once.
+tpu-test: $(DEV) $(LIBTPU)/.installed
+	PYTHONPATH=$(LIBTPU) $(BIN)/python -c 'import libtpu'
+	PYTHONPATH=$(LIBTPU) $(BIN)/python -m pytest -q -k compiler_that_it_names tests/plan/test_fitted.py
 
 # Random products of meshes, plans, schedules, models and data against one device.
 # Failures are kept in build/fuzz/failures.jsonl, each with the command that repeats it.

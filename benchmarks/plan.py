@@ -1,4 +1,4 @@
-"""The closed form of `meshloom plan` against compilers, case by case.
+"""Compares the closed form of `meshloom plan` with compilers, case by case.
 
     python benchmarks/plan.py [--cases gpt2 v5p] [--json FILE] [--list]
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.compile.compiled import SMALL, Compiled, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 from meshloom.trainer.run.train import Config
@@ -46,7 +46,7 @@ MODELS = {
 }
 INTERLEAVED = 'pipeline.schedule="interleaved"'
 SEQUENCE = 'plan="data+fsdp+tensor+sequence+pipeline"'
-# Nothing is left to be chosen: a case is the same program whatever the defaults are.
+# Nothing is left open: a case is the same program whatever the defaults are.
 PLAIN = {
     "plan": '"data+fsdp+tensor+pipeline"',
     "num_microbatches": "1",
@@ -72,13 +72,13 @@ class Case:
         words = f"{self.model} {self.target} {self.mesh} {self.remat}"
         return f"{words}{kind}{micro}"
 
-    def plan(self):
+    def forecast(self):
         name, settings = MODELS[self.model]
         own = dict(s.split("=", 1) for s in self.settings)
         words = [f"{name}={value}" for name, value in (PLAIN | own).items()]
         words += [*settings, f'model.remat="{self.remat}"']
         config = config_files.load([name], words, root=Config).config
-        return plan(config, self.target, mesh=self.mesh, batch=self.batch)
+        return forecast(config, self.target, mesh=self.mesh, batch=self.batch)
 
 
 def micro(num: int, *more: str) -> tuple[str, ...]:
@@ -148,8 +148,8 @@ CASES = [
 
 
 def figures(case: Case, compiled: Compiled) -> dict:
-    """What is compared, predicted and compiled."""
-    found = case.plan()
+    """Returns what is compared, predicted and compiled."""
+    found = case.forecast()
     moved, predicted = compiled.bytes_by_axes(), by_axes(found.transfers)
     axes = [a for a in {*moved, *predicted} if moved.get(a, 0) >= SMALL]
     return {
@@ -196,7 +196,7 @@ def main() -> None:
             continue
         if str(case) not in known and not args.list:
             begin = time.perf_counter()
-            compiled = compile_step(case.plan())
+            compiled = compile_step(case.forecast())
             known[str(case)] = dataclasses.asdict(compiled)
             print(f"{case}: {time.perf_counter() - begin:.0f} s", flush=True)
             if args.json:

@@ -44,8 +44,8 @@ SUITES = {
 
 
 def times(case: Case, programs: Path) -> tuple[float, float]:
-    """Returns the seconds of a step by the compiled program and by the closed form."""
-    found = case.plan()
+    """Seconds of a step: modelled from the program, and by the closed form."""
+    found = case.forecast()
     text = programs / f"{str(case).replace(' ', '_')}.hlo"
     if not text.exists():
         compile_step(found, keep=text)

@@ -1,7 +1,8 @@
-"""How a model tells a plan what its step multiplies and keeps.
+"""What a model's step multiplies and keeps, as arrays and products with logical axes.
 
-As arrays and products with logical axes; nothing here names a mesh, so a plan cuts
-them by the same rules as the model cuts its own. transformer_costs.py fills them in.
+`meshloom plan` asks a model for its `Costs` and shards them by the rules that shard the
+model itself: nothing here names a mesh, and nothing in `trainer/plan` names an array of
+a model. transformer_costs.py is the example to follow.
 """
 
 import dataclasses
@@ -12,10 +13,14 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Of one block or of the head, for all examples of a microbatch together.
+    """An array of one block or of the head, for all examples of a microbatch.
 
     Attributes:
-      rows: whether its last dimension must lie along a row of a tile, as kernels ask.
+      count: how many arrays of this shape there are.
+      rows: whether its last dimension must lie along the rows of a tile, as kernels
+        require.
+      unfused: whether it is stored only because no kernel fuses the products around
+        it, such as attention scores.
     """
 
     name: str
@@ -24,6 +29,7 @@ class Array:
     itemsize: int
     count: int = 1
     rows: bool = False
+    unfused: bool = False
 
     @property
     def bytes(self) -> int:
@@ -32,16 +38,17 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product: every dimension that it runs over, contracted ones too.
+    """A matrix product, with every dimension that it runs over, contracted ones too.
 
     Attributes:
-      weight: the parameter that it multiplies with; "" for activations alone.
-      summed: the logical axis of a weight that is contracted, where cutting it makes
-        the results of devices parts of a sum; its gradient then has the same for
-        `spread`, the axis of the result.
-      share: the part of it that is really multiplied, where blocks are skipped.
-      backward: products of this size that its backward pass does, without those that
-        a policy recomputes.
+      weight: path of the parameter that it multiplies by; "" for a product of
+        activations.
+      summed: the contracted logical axis; where it is sharded, each device holds a
+        partial sum. `spread` is the axis of the result for which the same is true of
+        the input's gradient.
+      share: the part that is really multiplied, where a kernel skips blocks.
+      backward: how many products of this size the backward pass runs, without those
+        that a remat policy recomputes.
     """
 
     name: str
@@ -59,35 +66,63 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
+class Working:
+    """Arrays alive at once in one phase of a block's backward pass, beside `kept`.
+
+    Attributes:
+      if_split: further arrays where the block's products are split over devices.
+    """
+
+    name: str
+    arrays: tuple[Array, ...]
+    if_split: tuple[Array, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of `rows` examples of `length` positions.
+    """Costs of `rows` examples of `length` positions.
 
     Attributes:
       products: of one block, forward.
-      recomputed: names of those that its backward pass does again.
+      recomputed: names of the products that the backward pass runs again.
       head: the product of the head.
+      stack: path prefix of the parameters of the stacked blocks.
+      table: path of the parameter in which inputs are looked up; "" without one.
       residual: the array between two blocks.
+      gathered: the residual as products read it, with all positions.
       kept: what one block keeps for its backward pass, its input included.
-      kept_once: what the stack keeps beside, once for all blocks: masks of the scores.
-        The compiler makes these up where it needs them, unless a pipeline carries them.
-      keeps_weights: whether it also keeps its weights as gathered and cast.
-      attention, mlp: what is alive at once while the backward pass of that part of a
-        block runs, beside what was kept. Under full remat the block was computed again
-        before, so during the MLP's part scores wait for attention's.
-      attention_cut: what comes to `attention` where heads are cut over devices.
-      logits: in the type of computing; float32 is never stored.
+      kept_once: what the stack keeps once for all blocks, such as masks. The compiler
+        recreates these where it needs them, unless a pipeline carries them.
+      keeps_weights: whether the gathered, cast weights are kept too.
+      working: the phases of a block's backward pass, at least one. Under full remat
+        the block has been recomputed first, so what a later phase needs is there.
+      waiting: operands of weight gradients that stay alive where the compiler runs
+        those products last in a block, as XLA does for GPUs; () where it does not.
+      logits: in the compute dtype; float32 logits are never stored.
       fused: whether attention is one kernel.
     """
 
     products: tuple[Product, ...]
     recomputed: frozenset[str]
     head: Product
+    stack: str
+    table: str
     residual: Array
+    gathered: Array
     kept: tuple[Array, ...]
     kept_once: tuple[Array, ...]
     keeps_weights: bool
-    attention: tuple[Array, ...]
-    attention_cut: tuple[Array, ...]
-    mlp: tuple[Array, ...]
+    working: tuple[Working, ...]
+    waiting: tuple[Array, ...]
     logits: Array
     fused: bool = False
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the table is the weight of the head too."""
+        return self.table == self.head.weight
+
+    @property
+    def repeats_sums(self) -> bool:
+        """Whether the backward pass recomputes products whose results are sums."""
+        return any(p.summed and p.name in self.recomputed for p in self.products)

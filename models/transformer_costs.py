@@ -1,7 +1,7 @@
 """What a transformer's step multiplies and keeps.
 
-Read off layers.py, remat.py and splash.py, and checked against them: what a block keeps
-is what jax's own differentiation of it keeps, the products are those of the compiled
+Derived from layers.py, remat.py and splash.py, and checked against them: a block keeps
+what jax's own differentiation of it keeps, and the products are those of the compiled
 step (tests/models/test_costs.py, tests/plan/test_plan_tpu.py).
 
 Shape letters: B batch, L length, D width, H heads, G key-value heads, K head width,
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..sharding.hlo.kernels import causal_blocks
 from .attention import block_size, key_block_size
-from .costs import Array, Axes, Costs, Product
+from .costs import Array, Axes, Costs, Product, Working
 from .layers import RESIDUAL
 
 if TYPE_CHECKING:
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 Kernel = Literal["xla", "cudnn", "splash"]
 WHOLE = ("batch", "length", "embed")
+STACK, TABLE = "blocks/", "embedding"
 POSITIONS = ("batch", "length")
 FLOAT32 = 4
-# Rows of a tile: a kernel takes sums over keys as often.
+# Rows of a tile: a kernel stores sums over keys once for each.
 SUBLANES = 8
 
-# The last product of a block only adds to the residual stream: what comes after needs
-# its result, the block's own backward pass does not.
+# The last product of a block only adds to the residual stream, so the block's own
+# backward pass does not need it.
 RECOMPUTED = {
     "none": (),
     "full": ("qkv", "scores", "attend", "out", "gate", "up"),
@@ -38,43 +39,61 @@ RECOMPUTED = {
 
 
 def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
-    """The costs of a microbatch of `rows` examples, with this kind of attention."""
+    """Returns the costs of a microbatch of `rows` examples, with this attention."""
     arrays = _Arrays(config, rows, length, by_rows=kernel == "splash")
     head = Product(
         "head",
         (rows, length, config.d_model, config.padded_vocab),
         (*POSITIONS, "embed", "vocab"),
-        "embedding" if config.tied_head else "head",
+        TABLE if config.tied_head else "head",
         spread="vocab",
     )
     attention = {"xla": _plain, "cudnn": _cudnn, "splash": _splash}[kernel](arrays)
-    everything = config.remat == "none"
+    everything, again = config.remat == "none", config.remat == "full"
+    qkv, hidden, half = arrays.qkv, arrays.hidden, arrays.half
+    fused = kernel != "xla"
     return Costs(
         products=_products(arrays, attention),
         recomputed=attention.recomputed,
         head=head,
+        stack=STACK,
+        table=TABLE,
         residual=arrays.residual,
+        gathered=replace(arrays.residual, name="normed", axes=WHOLE),
         kept=_kept(arrays, attention),
         kept_once=attention.kept_once if everything else (),
         keeps_weights=everything,
-        attention=(*attention.working, replace(arrays.qkv, count=2), arrays.attended),
-        attention_cut=attention.working_if_cut,
-        mlp=(
-            *(attention.waiting if config.remat == "full" else ()),
-            arrays.hidden,
-            replace(arrays.hidden, name="gradients of hidden"),
-            arrays.half,
+        working=(
+            Working(
+                "attention",
+                (*attention.working, replace(qkv, count=2), arrays.attended),
+                attention.working_if_split,
+            ),
+            Working(
+                "mlp",
+                (
+                    *(attention.waiting if again else ()),
+                    hidden,
+                    replace(hidden, name="gradients of hidden"),
+                    half,
+                ),
+            ),
         ),
+        waiting=()
+        if not fused
+        else (hidden, hidden, half, qkv, arrays.attended)
+        if again
+        else (hidden, half, qkv),
         logits=arrays.make(
             "logits", (rows, length, config.padded_vocab), (*POSITIONS, "vocab")
         ),
-        fused=kernel != "xla",
+        fused=fused,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Arrays:
-    """The arrays of one block by the names that remat.py has for them.
+    """The arrays of one block, named as in remat.py.
 
     Attributes:
       by_rows: whether the width of a head lies along rows of tiles (Array.rows).
@@ -114,7 +133,7 @@ class _Arrays:
 
     @property
     def by_head(self) -> Array:
-        """As `attended`, positions next to the width: what a kernel takes and gives."""
+        """As `attended`, positions next to the width, as kernels have it."""
         c = self.config
         shape = (self.B, c.num_heads, self.L, c.head_width)
         axes = ("batch", "heads", "length", "head_dim")
@@ -138,26 +157,28 @@ class _Arrays:
     @property
     def scores(self) -> Array:
         shape = (self.B, self.config.num_heads, self.L, self.L)
-        return self.make("scores", shape, ("batch", "heads", "length", None))
+        made = self.make("scores", shape, ("batch", "heads", "length", None))
+        return replace(made, unfused=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """What a block's costs owe to how its attention is computed.
+    """The part of a block's costs that depends on the attention kernel.
 
     Attributes:
       backward: products of the backward pass (of scores, of their product with values).
-      share: of all scores, those that are computed.
+      share: the share of the scores that is computed.
       kept: without remat, beside queries, keys and values; `named` under save-named.
-      working, working_if_cut: see Costs.attention and attention_cut.
-      waiting: what full remat made for attention while the MLP's backward pass runs.
+      working, working_if_split: see costs.Working.
+      waiting: what full remat has recomputed for attention while the MLP's backward
+        pass runs.
     """
 
     recomputed: frozenset[str]
     kept: tuple[Array, ...]
     named: tuple[Array, ...]
     working: tuple[Array, ...]
-    working_if_cut: tuple[Array, ...] = ()
+    working_if_split: tuple[Array, ...] = ()
     waiting: tuple[Array, ...] = ()
     kept_once: tuple[Array, ...] = ()
     backward: tuple[float, float] = (2, 2)
@@ -175,17 +196,17 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
         "up",
         (*tokens, D, F),
         (*POSITIONS, "embed", "mlp"),
-        "blocks/mlp/up",
+        f"{STACK}mlp/up",
         spread="mlp",
     )
     # The gradients of the input from gate and up are one sum.
-    gate = replace(up, name="gate", weight="blocks/mlp/gate", spread="")
+    gate = replace(up, name="gate", weight=f"{STACK}mlp/gate", spread="")
     return (
         Product(
             "qkv",
             (*tokens, D, *a.grouped),
             (*POSITIONS, "embed", *kv),
-            "blocks/attention/qkv",
+            f"{STACK}attention/qkv",
             spread="kv_heads",
         ),
         Product("scores", squares, by_head, share=share, backward=backward[0]),
@@ -194,7 +215,7 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
             "out",
             (*tokens, H, K, D),
             (*POSITIONS, "heads", "head_dim", "embed"),
-            "blocks/attention/out",
+            f"{STACK}attention/out",
             summed="heads",
         ),
         *((gate,) if c.mlp == "swiglu" else ()),
@@ -203,7 +224,7 @@ def _products(a: _Arrays, attention: _Attention) -> tuple[Product, ...]:
             "down",
             (*tokens, F, D),
             (*POSITIONS, "mlp", "embed"),
-            "blocks/mlp/down",
+            f"{STACK}mlp/down",
             summed="mlp",
         ),
     )
@@ -218,7 +239,7 @@ def _kept(a: _Arrays, attention: _Attention) -> tuple[Array, ...]:
     if a.config.remat == "save-named":
         middle = a.make("middle", stream, RESIDUAL)
         return (a.residual, a.qkv, *attention.named, middle, a.hidden)
-    # Without remat, all that the rules of differentiation ask for, some of it twice.
+    # Without remat, all that differentiation needs, some of it twice.
     # Each norm keeps three arrays in float32 and its result; the activation keeps
     # every factor.
     return (
@@ -234,12 +255,11 @@ def _kept(a: _Arrays, attention: _Attention) -> tuple[Array, ...]:
 def _plain(a: _Arrays) -> _Attention:
     """Attention as plain products, which store their scores.
 
-    What is stored at once in the backward pass was read off compiled programs. The
-    softmax's result and its gradient, both in float32; where heads share keys, the
-    gradient as it goes into the products. Where attention itself is computed again, its
-    result as it went into the product waits too, for the gradient of the values: always
-    under save-dots; under full the compiler does that product first, unless heads are
-    cut over devices.
+    What the backward pass stores at once was read off compiled programs: the softmax's
+    result and its gradient, both in float32; where heads share keys, the gradient in
+    the compute dtype. Where attention itself is recomputed, its result waits too, for
+    the gradient of the values: always under save-dots; under full the compiler runs
+    that product first, unless heads are sharded.
     """
     c, scores = a.config, a.scores
     exact = replace(scores, name="scores, float32", itemsize=FLOAT32)
@@ -254,7 +274,7 @@ def _plain(a: _Arrays) -> _Attention:
         kept=(scores, exact),
         named=(a.attended,),
         working=(*least, scores) if c.remat == "save-dots" else least,
-        working_if_cut=(scores,) if c.remat == "full" else (),
+        working_if_split=(scores,) if c.remat == "full" else (),
         waiting=(scores, exact),
         kept_once=masks,
     )
@@ -263,8 +283,8 @@ def _plain(a: _Arrays) -> _Attention:
 def _cudnn(a: _Arrays) -> _Attention:
     """cuDNN's kernel, of which a causal mask leaves half.
 
-    Its backward pass computes the scores again. The sums over keys that it needs are no
-    value that a policy keeps, so with any remat it runs forward again too.
+    Its backward pass recomputes the scores. No policy keeps the sums over keys that it
+    needs, so with any remat it runs forward again too.
     """
     again = RECOMPUTED[a.config.remat]
     return _Attention(
@@ -280,8 +300,8 @@ def _cudnn(a: _Arrays) -> _Attention:
 def _splash(a: _Arrays) -> _Attention:
     """Splash attention: blocks above the diagonal are skipped, scores never stored.
 
-    Its backward pass computes the scores again and stores gradients of all queries for
-    each block of keys; sums over keys are stored for 8 rows of a tile.
+    Its backward pass recomputes the scores and stores gradients of all queries for each
+    block of keys; sums over keys are stored for 8 rows of a tile.
     """
     c = a.config
     block, key_block = block_size(a.L), key_block_size(a.L)

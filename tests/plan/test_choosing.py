@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import math
 import time
 from types import SimpleNamespace
 
+import jax
 import pytest
 import short_runs
 from tiny_plans import config as tiny
@@ -13,9 +15,10 @@ from meshloom.models import transformer
 from meshloom.sharding.mesh import MeshSpec, mesh_sizes
 from meshloom.sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.plan import parse_target, plan
+from meshloom.trainer.plan import forecast, parse_target
 from meshloom.trainer.plan.choosing import choose, choose_here
 from meshloom.trainer.program.pipelining import Pipelining
+from meshloom.trainer.run.prepare import Prepared, prepare
 from meshloom.trainer.run.train import Config
 
 GIB = 2**30
@@ -35,14 +38,14 @@ def chosen(config: Config, target: str, mesh: str) -> Config:
 
 
 def test_with_a_tensor_axis_the_stream_is_sharded_too():
-    found = plan(load("llama2_7b"), "v5p-128", mesh=TENSOR, batch=128)
+    found = forecast(load("llama2_7b"), "v5p-128", mesh=TENSOR, batch=128)
     assert found.config.plan == WITH_SEQUENCE
     assert found.memory.peak < 6.5 * GIB  # 12.7 without
     assert "plan data+fsdp+tensor+sequence+pipeline" in found.choice
 
 
 def test_a_pipeline_has_little_bubble_and_memory():
-    found = plan(load("llama2_7b"), "v5p-128", mesh=PIPE, batch=128)
+    found = forecast(load("llama2_7b"), "v5p-128", mesh=PIPE, batch=128)
     pipeline = Pipelining(schedule="interleaved", num_chunks=8, gather="microbatch")
     assert found.config.pipeline == pipeline
     assert found.config.num_microbatches == 8
@@ -54,7 +57,9 @@ def test_a_pipeline_has_little_bubble_and_memory():
 
 def test_without_full_remat_a_pipeline_takes_memory_for_time():
     fast, lean = (
-        plan(load("llama2_7b", f'model.remat="{remat}"'), "v5p-128", mesh=PIPE, batch=n)
+        forecast(
+            load("llama2_7b", f'model.remat="{remat}"'), "v5p-128", mesh=PIPE, batch=n
+        )
         for remat, n in (("save-named", 128), ("full", 128))
     )
     assert fast.config.pipeline.gather == "step"
@@ -101,11 +106,11 @@ def test_nothing_is_left_open():
 
 def test_a_batch_that_does_not_fit_is_done_in_parts():
     whole = load("llama3_8b", "num_microbatches=1")
-    assert not plan(whole, "v5e-64").fits
-    found = plan(load("llama3_8b"), "v5e-64")
+    assert not forecast(whole, "v5e-64").fits
+    found = forecast(load("llama3_8b"), "v5e-64")
     assert found.fits and found.config.num_microbatches > 1
     fewer = load("llama3_8b", f"num_microbatches={found.config.num_microbatches // 2}")
-    assert plan(fewer, "v5e-64").memory.peak > 0.9 * found.target.device.usable
+    assert forecast(fewer, "v5e-64").memory.peak > 0.9 * found.target.device.usable
     assert f"{found.config.num_microbatches} microbatches" in found.choice
 
 
@@ -138,7 +143,7 @@ def test_a_run_chooses_what_the_plan_said(mesh):
     sizes = mesh_sizes(config.mesh.abstract(64))
     found = choose_here(config, sizes, chips(64))
     assert found == choose_here(config, sizes, list(reversed(chips(64))))
-    assert found.config == plan(config, "v5p-128").config
+    assert found.config == forecast(config, "v5p-128").config
     assert found.given is config
 
 
@@ -168,13 +173,19 @@ def test_what_cannot_be_compared_is_plain_and_says_so():
     assert found.line.endswith("plain settings, the figures of Tachyon are not known")
 
 
+def prepared(config: Config, mesh: str) -> Prepared:
+    """As the command line prepares a run, which chooses what is open."""
+    spec = MeshSpec.parse(mesh)
+    devices = jax.devices()[: math.prod(spec.abstract().axis_sizes)]
+    config = dataclasses.replace(config, mesh=spec)
+    return prepare(config, devices, choose=choose_here)
+
+
 def test_on_cpus_the_settings_are_plain():
     c = dataclasses.replace(tiny(), plan=AUTO, pipeline=Pipelining(), eval_batches=0)
-    found = short_runs.prepare(c, "pipe=2,data=2,tensor=2")
-    assert (
-        found.program.rules
-        == short_runs.prepare(tiny(), "pipe=2,data=2,tensor=2").program.rules
-    )
+    found = prepared(c, "pipe=2,data=2,tensor=2")
+    plain = short_runs.prepare(tiny(), "pipe=2,data=2,tensor=2")
+    assert found.program.rules == plain.program.rules
     assert found.staging.schedule.name == "1f1b"
     assert found.chosen.config.pipeline.gather == "step"
     line = (
@@ -182,4 +193,4 @@ def test_on_cpus_the_settings_are_plain():
         "the plain settings, on CPUs nothing is compared"
     )
     assert line in found.describe()
-    assert not short_runs.prepare(c, "data=4").chosen.line
+    assert not prepared(c, "data=4").chosen.line

@@ -14,7 +14,7 @@ from tiny_plans import config as big_config
 from meshloom.models import transformer
 from meshloom.sharding import MeshSpec
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.plan import forecast, plan
+from meshloom.trainer.plan import forecast, run_forecast
 from meshloom.trainer.plan.comparison import compare
 from meshloom.trainer.plan.local_target import target_here
 from meshloom.trainer.plan.text import seconds_text
@@ -59,7 +59,7 @@ def test_tpus_are_the_slices_that_their_coordinates_make():
     two = [*grid("TPU v5p", 2, 2, 4), *grid("TPU v5p", 2, 2, 4, slice_index=1)]
     found = target_here(two, "bfloat16")
     assert (found.name, found.num_devices) == ("2xv5p:2x2x4", 32)
-    with pytest.raises(ValueError, match="3 v5e devices are no whole slices"):
+    with pytest.raises(ValueError, match="3 v5e devices are not whole slices"):
         target_here(grid("TPU v5 lite", 2, 2)[:3], "bfloat16")
 
 
@@ -101,23 +101,23 @@ def test_cpu_devices_share_what_was_measured_of_the_machine():
 def test_on_a_cpu_attention_stores_its_scores():
     """In bfloat16 a GPU's kernel would not; nothing else differs."""
     config = dataclasses.replace(big_config(), mesh=MeshSpec(fsdp=8))
-    cpu = plan(config, target_here(jax.devices(), "bfloat16"))
-    gpu = plan(config, "h100:1x8")
-    assert cpu.case.costs.attention != gpu.case.costs.attention
+    cpu = forecast(config, target_here(jax.devices(), "bfloat16"))
+    gpu = forecast(config, "h100:1x8")
+    assert cpu.case.costs.working != gpu.case.costs.working
     assert cpu.memory.arguments == gpu.memory.arguments
 
 
 def test_the_line_at_the_start(tiny):
-    found = forecast.foretell(prepare(tiny), 0)
-    assert found.plan is not None, found.reason
+    found = run_forecast.forecast_run(prepare(tiny), 0)
+    assert found.forecast is not None, found.reason
     words = found.line()
     assert words.startswith("Forecast: ") and "\n" not in words
     # Of time there is none on CPUs: a roofline of peaks says little about them.
     assert words.endswith("of its memory") and "step" not in words
     assert found.seconds is None and found.to_json()["seconds"] is None
-    target = plan(tiny, "v5e-8").target
-    chips = dataclasses.replace(found.plan.case, target=target)
-    other = forecast.Forecast(0, dataclasses.replace(found.plan, case=chips))
+    target = forecast(tiny, "v5e-8").target
+    chips = dataclasses.replace(found.forecast.case, target=target)
+    other = run_forecast.RunForecast(0, dataclasses.replace(found.forecast, case=chips))
     assert "a step, for v5e-8 with" in other.line()
     assert other.line().endswith("a device, published")
 
@@ -135,7 +135,7 @@ class Broken(transformer.Config):
     ("wrap", "words"),
     [
         (lambda _: Costless(), "No forecast: model Costless has no method `costs`, so "
-         "a plan cannot know what its step keeps and multiplies"),
+         "a forecast cannot know what its step keeps and multiplies"),
         (lambda m: Broken(**vars(m)), "No forecast: KeyError: 'x'"),
     ],
 )  # fmt: skip
@@ -143,7 +143,7 @@ def test_without_a_forecast_the_line_says_why(tiny, wrap, words):
     prepared = prepare(tiny)
     other = dataclasses.replace(tiny, model=wrap(tiny.model))
     chosen = dataclasses.replace(prepared.chosen, config=other)
-    found = forecast.foretell(dataclasses.replace(prepared, chosen=chosen), 4)
+    found = run_forecast.forecast_run(dataclasses.replace(prepared, chosen=chosen), 4)
     assert found.line() == words
     assert found.to_json() == {
         "start": 4,
@@ -202,14 +202,14 @@ def test_memory_is_the_devices_own_where_they_know_it(tiny, tmp_path):
     metrics.JsonLines(tmp_path / "metrics.jsonl").write(
         [{"step": n, "loss": 1.0, "step_s": s} for n, s in enumerate((9, 9, 3, 1, 2))]
     )
-    found = forecast.measure(prepared, tmp_path, start=1)
+    found = run_forecast.measure(prepared, tmp_path, start=1)
     assert found.memory_of == "compiler's" and found.seconds == 2
     assert found.memory == (
         reserved.argument_size_in_bytes + reserved.temp_size_in_bytes
     )
     used = [chip("TPU v4", stats={"peak_bytes_in_use": n}) for n in (5, 7)]
     mesh = types.SimpleNamespace(local_devices=used)
-    found = forecast.measure(dataclasses.replace(prepared, mesh=mesh), tmp_path, 1)
+    found = run_forecast.measure(dataclasses.replace(prepared, mesh=mesh), tmp_path, 1)
     assert (found.memory, found.memory_of) == (7, "in use at most")
 
 
@@ -222,7 +222,7 @@ def test_a_run_foretells_and_compares(tiny, tmp_path):
             console=console,
             insist=True,
         )
-        content = json.loads((tmp_path / "run" / forecast.FILE).read_text())
+        content = json.loads((tmp_path / "run" / run_forecast.FILE).read_text())
         return console.file.getvalue().splitlines(), content  # type: ignore
 
     lines, content = run()

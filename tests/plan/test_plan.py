@@ -1,14 +1,17 @@
 """The closed form, on models so small that its numbers can be made by hand."""
 
+import ast
 import dataclasses
+from typing import Any
 
 import pytest
+from paths import ROOT
 from tiny_plans import B, D, F, L, V, config
 
 from meshloom.sharding import MeshSpec, parse_plan
-from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.cutting import tiled_bytes
-from meshloom.trainer.plan.roofline import links
+from meshloom.trainer.plan import forecast
+from meshloom.trainer.plan.links import links
+from meshloom.trainer.plan.sharded import tiled_bytes
 from meshloom.trainer.plan.traffic import by_axes
 from meshloom.trainer.program.hardware import parse_target
 from meshloom.trainer.program.state import make_layout
@@ -26,7 +29,7 @@ def parts(found, moment: str) -> dict[str, int]:
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,pipe=2"])
 def test_the_state_is_what_the_layout_says(mesh):
     """On GPUs arrays are stored as they are, so bytes are those of `explain`."""
-    found = plan(config(), "h100:1x8", mesh=mesh)
+    found = forecast(config(), "h100:1x8", mesh=mesh)
     c = found.config
     tx = c.optimizer.make(lambda step: 0.0, c.model.axes())
     spec = MeshSpec.parse(mesh).abstract()
@@ -57,7 +60,7 @@ def test_tiles_of_a_tpu(shape, itemsize, expected):
 def test_flops_without_remat_are_the_models_own():
     """Of attention the model counts the causal half, a step does all of it."""
     c = config(remat="none", attention="xla")
-    found = plan(c, "v5e:2x4", mesh="fsdp=4,tensor=2")
+    found = forecast(c, "v5e:2x4", mesh="fsdp=4,tensor=2")
     squares = 3 * 2 * 2 * B * L * L * D * 4 / 8  # passes, products, FLOPs; 4 layers
     assert found.flops.executed == found.flops.model + squares / 2
 
@@ -67,7 +70,7 @@ def test_flops_without_remat_are_the_models_own():
 )
 def test_flops_of_attention_as_a_kernel(remat, kernels):
     """Half of each product; backward makes the scores again: one more than autodiff."""
-    found = plan(config(remat=remat), "h100:1x8", mesh="fsdp=8")
+    found = forecast(config(remat=remat), "h100:1x8", mesh="fsdp=8")
     tokens = B * L / 8
     layer = 2 * tokens * 3 * LAYER + kernels * 2 * tokens * L * D / 2
     assert found.flops.executed == 4 * layer + 3 * 2 * tokens * D * V
@@ -78,7 +81,7 @@ def test_flops_of_attention_as_a_kernel(remat, kernels):
     [("none", 3, 3), ("save-named", 3, 3.5), ("save-dots", 3, 4), ("full", 4, 4)],
 )
 def test_flops_of_what_is_recomputed(remat, weights, squares):
-    found = plan(config(remat=remat, attention="xla"), "v5e:2x4", mesh="fsdp=8")
+    found = forecast(config(remat=remat, attention="xla"), "v5e:2x4", mesh="fsdp=8")
     tokens = B * L / 8
     down = D * F if remat == "full" else 0  # nobody needs its result again
     layer = 2 * tokens * (weights * LAYER - down) + squares * 4 * tokens * L * D
@@ -88,7 +91,7 @@ def test_flops_of_what_is_recomputed(remat, weights, squares):
 def test_flops_of_a_pipeline_count_bubbles():
     """1f1b, 2 stages, 4 microbatches: 5 ticks with forwards, 5 with backwards."""
     c = config(remat="full", num_microbatches=4, attention="xla")
-    found = plan(c, "v5e:2x4", mesh="pipe=2,fsdp=4")
+    found = forecast(c, "v5e:2x4", mesh="pipe=2,fsdp=4")
     tokens = B * L / 4 / 4
     forward = 2 * (2 * tokens * LAYER + 4 * tokens * L * D)
     backward = 4 * forward - 2 * 2 * tokens * D * F
@@ -97,14 +100,14 @@ def test_flops_of_a_pipeline_count_bubbles():
 
 
 def test_memory_of_what_blocks_keep():
-    found = plan(config(remat="full"), "h100:1x8", mesh="fsdp=8")
+    found = forecast(config(remat="full"), "h100:1x8", mesh="fsdp=8")
     token = B * L // 8 * 2
     at_head = parts(found, "head")
     assert at_head["kept"] == 4 * token * D
     assert at_head["logits"] == 2 * token * V
-    named = plan(config(remat="save-named"), "h100:1x8", mesh="fsdp=8")
+    named = forecast(config(remat="save-named"), "h100:1x8", mesh="fsdp=8")
     assert parts(named, "head")["kept"] == 4 * token * (D + 3 * D + D + D + 2 * F)
-    tpu = plan(config(remat="full"), "v5e:2x4", mesh="data=4,fsdp=2")
+    tpu = forecast(config(remat="full"), "v5e:2x4", mesh="data=4,fsdp=2")
     backward = parts(tpu, "backward")
     norms = 2 * 8 * D  # 4 layers in a tile of 8 rows
     assert backward["gradients"] == 4 * ((4 * LAYER + D * V) // 2 + norms)
@@ -113,7 +116,7 @@ def test_memory_of_what_blocks_keep():
 
 
 def test_on_gpus_other_things_wait_through_the_backward_pass():
-    found = plan(config(remat="full"), "h100:1x8", mesh="fsdp=8")
+    found = forecast(config(remat="full"), "h100:1x8", mesh="fsdp=8")
     token, backward = B * L // 8 * 2, parts(found, "backward")
     assert "weights, cast" not in backward
     # Matrices that are cut along their last dimension: out and down.
@@ -121,20 +124,22 @@ def test_on_gpus_other_things_wait_through_the_backward_pass():
     assert backward["logits"] == token * (V + D)
     assert backward["gradients"] == 4 * 4 * LAYER // 8 + 4 * 2 * 4 * D
     assert backward["workspace"] == 32 * 2**20
-    kept = plan(config(remat="none"), "h100:1x8", mesh="fsdp=8")
+    kept = forecast(config(remat="none"), "h100:1x8", mesh="fsdp=8")
     assert parts(kept, "backward")["weights, transposed"] == 0
 
 
 def test_scores_are_stored_where_attention_is_no_kernel():
     tpu, gpu, plain = (
-        plan(config(**more), name, mesh="fsdp=8")
+        forecast(config(**more), name, mesh="fsdp=8")
         for name, more in (
             ("v5e:2x4", {"attention": "xla"}),
             ("h100:1x8", {}),
             ("h100:1x8", {"attention": "xla"}),
         )
     )
-    names = [{a.name for a in found.case.costs.attention} for found in (tpu, gpu)]
+    names = [
+        {a.name for a in found.case.costs.working[0].arrays} for found in (tpu, gpu)
+    ]
     assert names[0] - names[1] == {"scores, float32"}
     rows = B // 8
     scores = 2 * 4 * rows * 4 * L * L
@@ -143,7 +148,7 @@ def test_scores_are_stored_where_attention_is_no_kernel():
         assert parts(found, "backward")["working"] == expected
     # The hidden layer's gradient, its result, and the gradients of qkv.
     assert parts(gpu, "backward")["working"] == 2 * rows * L * (2 * F + F + 3 * D)
-    again = plan(config(remat="full"), "h100:1x8", mesh="fsdp=8")
+    again = forecast(config(remat="full"), "h100:1x8", mesh="fsdp=8")
     whole = 2 * rows * L * (4 * F + F + 3 * D + D)
     assert parts(again, "backward")["working"] == whole
 
@@ -151,14 +156,14 @@ def test_scores_are_stored_where_attention_is_no_kernel():
 def test_the_gradient_of_logits_is_stored_where_a_loop_reads_it():
     """The ring of the head's gradient is a loop from 8 devices on."""
     for mesh, count in (("fsdp=8", 2), ("fsdp=4,tensor=2", 1), ("data=2,fsdp=4", 1)):
-        found = plan(config(), "v5e:2x4", mesh=mesh)
+        found = forecast(config(), "v5e:2x4", mesh=mesh)
         ways = 8 if "tensor" not in mesh else 4 * 2
         assert parts(found, "head")["logits"] == count * 2 * B * L * V // ways
 
 
 def test_over_slices_logits_wait_through_the_backward_pass():
-    one = plan(config(), "v5e:2x4", mesh="data=2,fsdp=4")
-    two = plan(config(), "2xv5e:2x2", mesh="data=2/2,fsdp=4")
+    one = forecast(config(), "v5e:2x4", mesh="data=2,fsdp=4")
+    two = forecast(config(), "2xv5e:2x2", mesh="data=2/2,fsdp=4")
     assert "logits" not in parts(one, "backward")
     assert parts(two, "backward")["logits"] == 2 * B * L * V // 8
 
@@ -176,7 +181,7 @@ def test_over_slices_logits_wait_through_the_backward_pass():
 def test_scores_that_are_stored_at_once(remat, heads, mesh, expected):
     # Of a small hidden layer, so that the MLP needs less.
     c = config(remat=remat, num_kv_heads=heads, d_ff=128, attention="xla")
-    found = plan(c, "v5e:2x4", mesh=mesh)
+    found = forecast(c, "v5e:2x4", mesh=mesh)
     ways = found.case.sizes["tensor"]
     rows = B // found.case.sizes["fsdp"]
     groups = 2 * 2 * rows * L * (D + 2 * heads * 64) + 2 * rows * L * D
@@ -187,7 +192,7 @@ def test_scores_that_are_stored_at_once(remat, heads, mesh, expected):
 def test_memory_of_a_pipeline_is_of_its_stage():
     c = config(remat="full", num_microbatches=4)
     tpu, gpu = (
-        parts(plan(c, name, mesh="pipe=2,fsdp=4"), "backward")
+        parts(forecast(c, name, mesh="pipe=2,fsdp=4"), "backward")
         for name in ("v5e:2x4", "h100:1x8")
     )
     stage, outside = 2 * (LAYER + 2 * D), 2 * D * V + D
@@ -210,7 +215,7 @@ def test_memory_of_a_pipeline_is_of_its_stage():
 def test_memory_of_a_pipeline_does_not_grow_with_microbatches():
     def peak(num, batch):
         c = config(remat="full", num_microbatches=num)
-        return plan(c, "h100:1x8", mesh="pipe=4,fsdp=2", batch=batch).memory
+        return forecast(c, "h100:1x8", mesh="pipe=4,fsdp=2", batch=batch).memory
 
     few, many = peak(8, 64), peak(32, 256)
     assert few.temporaries == many.temporaries
@@ -220,7 +225,8 @@ def test_memory_of_a_pipeline_does_not_grow_with_microbatches():
 
 def test_gradient_sums_are_there_with_several_microbatches():
     one, two = (
-        plan(config(num_microbatches=num), "h100:1x8", mesh="fsdp=8") for num in (1, 2)
+        forecast(config(num_microbatches=num), "h100:1x8", mesh="fsdp=8")
+        for num in (1, 2)
     )
     params = one.memory.state[0].bytes
     assert "gradient sums" not in parts(one, "backward")
@@ -228,7 +234,7 @@ def test_gradient_sums_are_there_with_several_microbatches():
 
 
 def test_traffic_of_fsdp():
-    found = plan(config(remat="full"), "h100:1x8", mesh="fsdp=8")
+    found = forecast(config(remat="full"), "h100:1x8", mesh="fsdp=8")
     by = {(t.kind, t.what): t.bytes for t in found.transfers}
     whole = 2 * (4 * LAYER + 2 * D * V)
     assert by["all-gather", "weights"] == whole + 2 * 4 * LAYER  # blocks once more
@@ -241,7 +247,7 @@ def test_gpus_gather_an_embedding_that_is_the_head_twice():
     gpu, tpu = (
         sum(
             t.bytes
-            for t in plan(tied, name, mesh=mesh).transfers
+            for t in forecast(tied, name, mesh=mesh).transfers
             if t.what == "weights"
         )
         for name, mesh in (("h100:1x8", "fsdp=8"), ("v5e:2x4", "fsdp=8"))
@@ -251,12 +257,14 @@ def test_gpus_gather_an_embedding_that_is_the_head_twice():
 
 def test_an_embedding_that_is_the_head_has_two_gradients_to_sum():
     """As the head in the type of computing, of its look-ups in float32."""
-    tied = plan(config(tied_head=True), "h100:1x8", mesh="data=2,fsdp=4")
+    tied = forecast(config(tied_head=True), "h100:1x8", mesh="data=2,fsdp=4")
     assert by_axes(tied.transfers)["data",] == (2 * 4 * LAYER + (2 + 4) * D * V) // 4
 
 
 def test_on_tpus_the_scatter_is_a_ring_of_one_more():
-    gpu, tpu = (plan(config(), name, mesh="fsdp=8") for name in ("h100:1x8", "v5e:2x4"))
+    gpu, tpu = (
+        forecast(config(), name, mesh="fsdp=8") for name in ("h100:1x8", "v5e:2x4")
+    )
     (scatter,) = (t for t in gpu.transfers if t.kind == "reduce-scatter")
     (ring,) = (t for t in tpu.transfers if t.kind == "collective-permute")
     assert ring.bytes == scatter.bytes * 9 // 8
@@ -264,7 +272,7 @@ def test_on_tpus_the_scatter_is_a_ring_of_one_more():
     # Over all of a v5p with rings an all-reduce takes its place; not over a part, and
     # not where there are none.
     whole, part, lines = (
-        {t.kind for t in plan(config(), name, mesh=mesh).transfers}
+        {t.kind for t in forecast(config(), name, mesh=mesh).transfers}
         for name, mesh in (
             ("v5p-128", "fsdp=64"),
             ("v5p-128", "fsdp=32,tensor=2"),
@@ -279,13 +287,13 @@ def test_traffic_of_tensor_parallelism():
     """Two sums forward and two backward a block, one more where out is done again."""
     stream = 2 * B * L * D // 4
     for remat, sums in (("save-named", 4), ("full", 5)):
-        found = plan(config(remat=remat), "h100:1x8", mesh="fsdp=4,tensor=2")
+        found = forecast(config(remat=remat), "h100:1x8", mesh="fsdp=4,tensor=2")
         assert by_axes(found.transfers)["tensor",] == stream * (4 * sums + 2)
 
 
 def test_traffic_of_a_pipeline():
     c = config(remat="full", num_microbatches=4)
-    found = plan(c, "h100:1x8", mesh="pipe=2,fsdp=4")
+    found = forecast(c, "h100:1x8", mesh="pipe=2,fsdp=4")
     activation = 2 * B * L * D // 4 // 4
     (ring,) = (t for t in found.transfers if t.what == "stages")
     assert ring.bytes == 10 * activation
@@ -300,20 +308,20 @@ def test_traffic_of_a_pipeline():
 
 
 def test_links_take_neighbours_first():
-    found = plan(config(), "v5p-128", mesh="fsdp=16,tensor=4", batch=64)
+    found = forecast(config(), "v5p-128", mesh="fsdp=16,tensor=4", batch=64)
     by = links(found.target, found.case.sizes)
     one = parse_target("v5p-128").device.link
     assert by["tensor"].bandwidth == 2 * one  # one dimension of 4, closed to a ring
     assert by["fsdp"].bandwidth == 4 * one
-    nodes = plan(config(), "h100:2x8", mesh="fsdp=4,tensor=4")
+    nodes = forecast(config(), "h100:2x8", mesh="fsdp=4,tensor=4")
     nodes = links(nodes.target, nodes.case.sizes)
     assert (nodes["tensor"].near, nodes["tensor"].far) == (4, 1)
     assert (nodes["fsdp"].near, nodes["fsdp"].far) == (2, 2)
 
 
 def test_a_slower_network_takes_longer():
-    one = plan(config(), "v5e:2x4", mesh="data=2,fsdp=4")
-    two = plan(config(), "2xv5e:2x2", mesh="data=2/2,fsdp=4")
+    one = forecast(config(), "v5e:2x4", mesh="data=2,fsdp=4")
+    two = forecast(config(), "2xv5e:2x2", mesh="data=2/2,fsdp=4")
     assert two.roofline.network["data"] > one.roofline.network["data"]
     assert two.roofline.compute == one.roofline.compute
     assert one.roofline.overlapped <= one.roofline.serial
@@ -321,17 +329,41 @@ def test_a_slower_network_takes_longer():
 
 def test_slices_must_be_planned():
     with pytest.raises(ValueError, match="split over 1 slices .* 2xv5e:2x2 has 2"):
-        plan(config(), "2xv5e:2x2", mesh="fsdp=8")
+        forecast(config(), "2xv5e:2x2", mesh="fsdp=8")
     with pytest.raises(ValueError, match="v5e:2x4 is one slice. Leave the part"):
-        plan(config(), "v5e:2x4", mesh="data=2/2,fsdp=4")
+        forecast(config(), "v5e:2x4", mesh="data=2/2,fsdp=4")
 
 
 def test_a_config_is_checked_as_a_run_would():
     with pytest.raises(ValueError, match="batch_size 12.*cannot be sharded 8 ways"):
-        plan(config(), "v5e:2x4", mesh="fsdp=8", batch=12)
+        forecast(config(), "v5e:2x4", mesh="fsdp=8", batch=12)
     with pytest.raises(ValueError, match="needs 4 devices, but there are 8"):
-        plan(config(), "v5e:2x4", mesh="fsdp=4")
+        forecast(config(), "v5e:2x4", mesh="fsdp=4")
     with pytest.raises(ValueError, match="64 is not divisible by num_microbatches 3"):
-        plan(config(num_microbatches=3), "v5e:2x4", mesh="fsdp=8")
+        forecast(config(num_microbatches=3), "v5e:2x4", mesh="fsdp=8")
     with pytest.raises(ValueError, match="object has no method `costs`"):
-        plan(dataclasses.replace(config(), model=object()), "v5e:2x4")
+        forecast(dataclasses.replace(config(), model=object()), "v5e:2x4")
+
+
+def test_a_forecast_knows_no_array_of_a_model():
+    """They are in the model's costs; selectors and parts are the forecast's own."""
+    model: Any = config().model
+    costs = model.costs(B, L, platform="cpu")
+    paths = [array.path for array in forecast(config(), "v5e-8").case.params.arrays]
+    arrays = [
+        *costs.kept,
+        *costs.kept_once,
+        *(a for w in costs.working for a in w.arrays),
+    ]
+    names = {path.rpartition("/")[2] for path in paths} | {*paths, costs.stack}
+    names |= {one.name for one in (*arrays, *costs.products)}
+    names |= {"embed", "heads", "kv_heads", "mlp", "vocab"}
+    used = {
+        node.value
+        for path in (ROOT / "trainer/plan").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert {"qkv", "embedding", "blocks/", "scores"} <= names
+    # A part of every model, ticks of a pipeline, hidden seconds, an anchor of SVG.
+    assert used & names <= {"head", "heads", "hidden", "middle"}

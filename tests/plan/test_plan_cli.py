@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from meshloom.trainer import cli
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.advice import cheapest_changes
 
 BIG = ["plan", "--config", "llama3_8b", "--target", "v5p-128"]
@@ -84,7 +84,7 @@ def test_settings_are_those_of_a_run(capsys):
         (["plan"], "plan: --target is missing. Name the devices"),
         (["plan", "--target", "v9-8"], "target 'v9-8' is unknown. Devices: v4"),
         ([*BIG, "--mesh", "fsdp=8"], "mesh fsdp=8 needs 8 devices, but there are 64"),
-        ([*BIG, "--keep-hlo", "x"], "--keep-hlo is of no use without --compile"),
+        ([*BIG, "--keep-hlo", "x"], "--keep-hlo needs --compile"),
         ([*BIG, "--batch", "0"], "batch_size"),
     ],
 )
@@ -98,7 +98,7 @@ def test_one_line_says_what_is_wrong(capsys, argv, message):
     ("target", "mesh", "message"),
     [
         ("4xv5e:4x4", "data=2/2,fsdp=32/2", "the axes data, fsdp cross slices"),
-        ("h100:2x8", "data=2/2,fsdp=8", "Leave the part after / out"),
+        ("h100:2x8", "data=2/2,fsdp=8", "Leave out the part after /"),
     ],
 )
 def test_what_cannot_be_compiled_over_slices(capsys, target, mesh, message):
@@ -132,10 +132,10 @@ def test_cheapest_changes_come_in_order():
     from tiny_plans import config
 
     small = "own:1x8,flops=4e14,hbm=2e7,hbm_bandwidth=2e12,link=2e11,network=2.5e10"
-    found = plan(config(remat="none"), small, mesh="fsdp=8")
+    found = forecast(config(remat="none"), small, mesh="fsdp=8")
     assert not found.fits
     changes = cheapest_changes(found)
-    assert changes and all(change.plan.fits for change in changes)
+    assert changes and all(change.forecast.fits for change in changes)
     kinds = [change.flags for change in changes]
     assert len(set(kinds)) == len(kinds)
 

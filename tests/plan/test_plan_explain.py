@@ -8,7 +8,7 @@ import pytest
 from tiny_plans import B, D, L, V, config
 
 from meshloom.trainer import cli
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.arrays import Weights, rows
 from meshloom.trainer.plan.explain import by_part, explain, stages
 from meshloom.trainer.plan.memory import part
@@ -22,7 +22,7 @@ def found(mesh, target="h100:1x8", pipeline=None, **settings):
     made = config(**settings)
     if pipeline is not None:
         made = dataclasses.replace(made, pipeline=pipeline)
-    return plan(made, target, mesh=mesh)
+    return forecast(made, target, mesh=mesh)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -98,8 +98,8 @@ def test_stages_differ_in_layers_and_in_slots_that_are_filled():
     assert [stage["in_flight"] for stage in shown] == places.tolist() == [7, 5, 3, 1]
     text = explain(it)
     assert "7 slots for inputs in flight are on every stage" in text
-    assert "stored in parts on every stage: embedding, head" in text
-    assert "stored whole on every stage: final_norm/scale" in text
+    assert "sharded over the stages: embedding, head" in text
+    assert "replicated over the stages: final_norm/scale" in text
     assert stages(found("fsdp=8").case) == [] and "stage" not in explain(
         found("fsdp=8")
     )

@@ -3,13 +3,12 @@
 docs/plan.md has the table of many more (benchmarks/plan.py).
 """
 
-import dataclasses
 import importlib.util
 
 import pytest
-from tiny_plans import config
+from tiny_plans import compiled_config
 
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 
@@ -25,14 +24,6 @@ needs_cudnn = pytest.mark.skipif(
     or importlib.util.find_spec("nvidia.cudnn") is None,
     reason="cuDNN, whose attention is compiled here, is not installed",
 )
-SIZES = {
-    "vocab_size": 32_000,
-    "num_layers": 8,
-    "d_model": 1024,
-    "num_heads": 8,
-    "d_ff": 2816,
-    "max_length": 2048,
-}
 
 
 @pytest.mark.parametrize(
@@ -54,9 +45,8 @@ SIZES = {
 def test_predicted_is_compiled(
     target, mesh, remat, num_microbatches, attention, tmp_path
 ):
-    c = config(remat, num_microbatches, attention=attention, **SIZES)
-    c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
-    found = plan(c, target, mesh=mesh, batch=64)
+    c = compiled_config(remat, num_microbatches, attention=attention)
+    found = forecast(c, target, mesh=mesh, batch=64)
     compiled = compile_step(found, keep=tmp_path / "step.hlo")
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.memory.arguments == pytest.approx(compiled.arguments, rel=0.01)

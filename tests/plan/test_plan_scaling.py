@@ -23,14 +23,14 @@ def test_strong_scaling_keeps_the_batch_and_weak_its_part():
 def test_efficiency_is_of_a_device_against_the_smallest_that_fits():
     c = dataclasses.replace(config(), batch_size=64)
     points = scaling(c, POOR.replace("hbm=2e5", "hbm=14e6"), "strong", least=1, most=32)
-    assert points[0].plan is None and points[0].efficiency is None
-    fitting = [p for p in points if p.plan is not None]
+    assert points[0].forecast is None and points[0].efficiency is None
+    fitting = [p for p in points if p.forecast is not None]
     assert len(fitting) >= 3 and fitting[0].efficiency == 1
     for point in fitting:
-        assert point.plan.seconds_an_example == min(
+        assert point.forecast.seconds_an_example == min(
             c.seconds for c in point.found.fitting
         )
-        rate = device_rate(point.plan) / device_rate(fitting[0].plan)
+        rate = device_rate(point.forecast) / device_rate(fitting[0].forecast)
         assert point.efficiency == rate
     assert fitting[-1].efficiency < 1
 

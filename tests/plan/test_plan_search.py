@@ -10,10 +10,10 @@ from tiny_plans import config
 
 from meshloom.sharding import MeshSpec
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.plan import parse_target, plan, search
+from meshloom.trainer.plan import forecast, parse_target, search
 from meshloom.trainer.plan.searching.candidates import REMATS, all_meshes
 from meshloom.trainer.plan.searching.reasons import causes, kinds, reasons
-from meshloom.trainer.plan.searching.smallest import smallest
+from meshloom.trainer.plan.searching.scaling import smallest
 from meshloom.trainer.program.hardware import sizes_of
 from meshloom.trainer.program.pipelining import Pipelining
 from meshloom.trainer.run.train import Config
@@ -59,7 +59,7 @@ def one_by_one(target: str) -> dict:
                     num_microbatches=num,
                     pipeline=pipeline,
                 )
-                made = plan(c, target, mesh=spec)
+                made = forecast(c, target, mesh=spec)
             except ValueError:
                 continue
             found[key(spec, remat, num, name, num_chunks)] = made
@@ -140,13 +140,13 @@ def test_reasons_are_true_of_the_numbers(brute, found):
             assert f"{peak / found.target.device.usable:.0%} of memory" in reason.why
             continue
         assert reason.slower == min(fitting) / best.seconds_an_example >= 1
-        mine, others = causes(reason.plan), causes(best)
+        mine, others = causes(reason.forecast), causes(best)
         grown = {name: mine[name] - others.get(name, 0.0) for name in mine}
         most = max(grown, key=lambda name: grown[name])
         words = {"compute": "executes"}.get(most, most.removeprefix("network, "))
         assert words in reason.why
         if most != "compute":
-            share = mine[most] / reason.plan.roofline.step
+            share = mine[most] / reason.forecast.roofline.step
             assert reason.why.startswith(f"{share:.0%} of the step")
     own = kinds(found.best.choice, found.best.choice)
     assert not set(own.values()) & {reason.kind for reason in given}
@@ -155,10 +155,10 @@ def test_reasons_are_true_of_the_numbers(brute, found):
 def test_causes_are_the_whole_step(found):
     pipes = [c for c in found.fitting if c.choice.schedule]
     for candidate in (pipes[0], pipes[-1], found.best):
-        made = found.plan(candidate)
+        made = found.forecast(candidate)
         total = sum(causes(made).values())
         assert math.isclose(total, made.roofline.step)
-    bubble = causes(found.plan(pipes[0]))["bubble"]
+    bubble = causes(found.forecast(pipes[0]))["bubble"]
     assert bubble > 0
 
 
@@ -166,7 +166,7 @@ def test_thousands_of_plans_of_a_real_model():
     c = config_files.load(["llama3_8b"], root=Config).config
     found = search(c, "v5p-64")
     assert len(found.candidates) > 4000
-    best = found.plan(found.best)
+    best = found.forecast(found.best)
     assert best.fits and best.seconds_an_example == found.best.seconds
     tensor = {c.choice.mesh.tensor for c in found.candidates}
     assert tensor == {1, 2, 4, 8}  # 8 heads of keys

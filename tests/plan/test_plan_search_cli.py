@@ -11,7 +11,7 @@ from tiny_plans import config
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import cli
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.compile.compiled import Compiled, Refused
 from meshloom.trainer.plan.searching import finalists as finalists_lib
 from meshloom.trainer.plan.searching.finalists import Finalist, compile_finalist, table
@@ -31,7 +31,9 @@ def run(capsys, *argv) -> tuple[int, str, str]:
 def test_the_search_says_how_much_it_looked_at_and_why_others_lost(capsys):
     status, out, _ = run(capsys, *DRILL, "--search", "--top", 3)
     assert status == 0
-    found = re.search(r"([\d,]+) plans on (\d+) meshes .* ([\d,]+) fit; batch 16", out)
+    found = re.search(
+        r"([\d,]+) candidates on (\d+) meshes .* ([\d,]+) fit; batch 16", out
+    )
     assert found and int(found[1].replace(",", "")) > 200
     rows = out.split("best  mesh")[1].split("Why others lost")[0].splitlines()[1:]
     assert len([row for row in rows if row.strip()]) == 3
@@ -72,13 +74,13 @@ def test_the_written_config_gives_the_plan_that_was_shown(capsys, tmp_path, pick
     loaded = config_files.load([str(path)], root=Config).config
     assert loaded.batch_size == 32 and loaded.model.num_layers == 8
     assert loaded.mesh == MeshSpec.parse(shown["mesh_flag"])
-    again = json.loads(json.dumps(plan(loaded, "v5e-4").to_json()))
+    again = json.loads(json.dumps(forecast(loaded, "v5e-4").to_json()))
     assert again == {k: v for k, v in shown.items() if k in again}
     text = path.read_text()
     for name in ("MeshSpec.fsdp = ", "Config.batch_size = 32", "Config.remat = "):
         assert name in text
     status, _, err = run(capsys, *argv)
-    assert status == cli.BAD_INPUT and "there is such a file already" in err
+    assert status == cli.BAD_INPUT and "the file exists" in err
     assert path.read_text() == text
 
 
@@ -95,7 +97,7 @@ def test_the_written_config_of_a_pipeline_over_slices(capsys, tmp_path):
     loaded = config_files.load([str(path)], root=Config).config
     assert loaded.pipeline.schedule == shown["schedule"]
     assert (loaded.pipeline.num_chunks or 1) == shown["num_chunks"]
-    assert plan(loaded, target[1]).roofline.step == shown["seconds"]["step"]
+    assert forecast(loaded, target[1]).roofline.step == shown["seconds"]["step"]
 
 
 def test_the_written_config_trains(capsys, tmp_path):
@@ -113,7 +115,7 @@ def test_where_nothing_fits_the_smallest_number_is_named(capsys):
     status, out, _ = run(capsys, *argv, "--search")
     assert status == 1
     found = re.search(
-        r"Nothing fits. The leanest plan, one device, is [\d.]+ KiB too large on "
+        r"Nothing fits. The leanest candidate, one device, is [\d.]+ KiB too large on "
         r"each device: (\d+)% of memory at the least",
         out,
     )
@@ -150,7 +152,9 @@ def made(plan, **changed) -> Compiled:
 
 
 def test_finalists_are_compiled_one_after_the_other(monkeypatch):
-    plans = [plan(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")]
+    plans = [
+        forecast(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")
+    ]
     usable = plans[0].target.device.usable
 
     def compile_step(one):
@@ -182,7 +186,9 @@ def test_the_best_is_compiled_for_tpus(capsys):
 
 
 def test_the_order_is_compared_where_programs_have_a_time():
-    plans = [plan(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")]
+    plans = [
+        forecast(config(), "v5e:2x4", mesh=m) for m in ("fsdp=8", "fsdp=4,tensor=2")
+    ]
 
     def compared(*seconds: float) -> str:
         found = zip(plans, seconds, strict=True)
@@ -225,10 +231,10 @@ def test_changes_say_all_that_has_to_be_set(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--top", "3"], "--top is of no use without --search"),
-        (["--write", "a.gin"], "--write is of no use without --search"),
-        (["--search", "--pick", "2"], "--pick is of no use without --write"),
-        (["--svg", "a.svg"], "--svg is of no use without --scale"),
+        (["--top", "3"], "--top needs --search"),
+        (["--write", "a.gin"], "--write needs --search"),
+        (["--search", "--pick", "2"], "--pick needs --write"),
+        (["--svg", "a.svg"], "--svg needs --scale"),
         (["--search", "--scale"], "--search and --scale are different questions"),
         (["--search", "--mesh", "fsdp=4"], "--search chooses the mesh itself"),
         (["--smallest", "--compile"], "--smallest compiles nothing"),

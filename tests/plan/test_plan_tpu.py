@@ -8,10 +8,10 @@ import dataclasses
 import importlib.util
 
 import pytest
-from tiny_plans import config
+from tiny_plans import compiled_config
 
 from meshloom.sharding.plans import WITH_SEQUENCE
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
 from meshloom.trainer.plan.traffic import by_axes
 
@@ -22,14 +22,6 @@ pytestmark = [
         reason="libtpu, the compiler for TPUs, is not installed",
     ),
 ]
-SIZES = {
-    "vocab_size": 32_000,
-    "num_layers": 8,
-    "d_model": 1024,
-    "num_heads": 8,
-    "d_ff": 2816,
-    "max_length": 2048,
-}
 
 
 @pytest.mark.parametrize(
@@ -43,9 +35,8 @@ SIZES = {
     ],
 )
 def test_predicted_is_compiled(mesh, remat, num_microbatches, batch, tmp_path):
-    c = config(remat=remat, num_microbatches=num_microbatches, **SIZES)
-    c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
-    found = plan(c, "v5e:4x4", mesh=mesh, batch=batch)
+    c = compiled_config(remat=remat, num_microbatches=num_microbatches)
+    found = forecast(c, "v5e:4x4", mesh=mesh, batch=batch)
     compiled = compile_step(found, keep=tmp_path / "step.hlo")
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.memory.arguments == pytest.approx(compiled.arguments, rel=0.01)
@@ -59,11 +50,9 @@ def test_predicted_is_compiled(mesh, remat, num_microbatches, batch, tmp_path):
 
 
 def test_a_stream_sharded_by_position_is_gathered_again():
-    c = config(remat="full", num_microbatches=1, **SIZES)
-    c = dataclasses.replace(
-        c, data=dataclasses.replace(c.data, length=2048), plan=WITH_SEQUENCE
-    )
-    found = plan(c, "v5e:4x4", mesh="fsdp=4,tensor=4", batch=64)
+    c = compiled_config(remat="full", num_microbatches=1)
+    c = dataclasses.replace(c, plan=WITH_SEQUENCE)
+    found = forecast(c, "v5e:4x4", mesh="fsdp=4,tensor=4", batch=64)
     compiled = compile_step(found)
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)
@@ -72,9 +61,8 @@ def test_a_stream_sharded_by_position_is_gathered_again():
 
 
 def test_what_crosses_slices_is_compiled_too():
-    c = config(remat="full", **SIZES)
-    c = dataclasses.replace(c, data=dataclasses.replace(c.data, length=2048))
-    found = plan(c, "2xv5e:2x2", mesh="data=2/2,fsdp=4", batch=32)
+    c = compiled_config(remat="full")
+    found = forecast(c, "2xv5e:2x2", mesh="data=2/2,fsdp=4", batch=32)
     compiled = compile_step(found)
     assert found.memory.peak == pytest.approx(compiled.peak, rel=0.1)
     assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)

@@ -15,7 +15,7 @@ from meshloom.sharding import hlo
 from meshloom.sharding.hlo import text as hlo_text
 from meshloom.sharding.hlo.kernels import causal_blocks
 from meshloom.sharding.hlo.work import Reader
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.plan.compile.compiled import Compiled
 from meshloom.trainer.plan.compile.program import model_program
 from meshloom.trainer.program.hardware import Target, parse_target
@@ -194,7 +194,7 @@ def test_attention_of_cudnn_says_the_shape_of_its_scores():
 
 def test_the_table_of_a_compiled_step_has_its_time():
     found = model_program(hlo_excerpts.GATHERS, V5E, {"fsdp": 16})
-    step = plan(tiny_plans.config(), "v5e:4x4")
+    step = forecast(tiny_plans.config(), "v5e:4x4")
     compiled = Compiled(1, 2, 3, 4.0, 5.0, (), modelled=found.summary())
     table = compiled.table(step)
     milliseconds = 1000 * (SYNC + PRODUCT)

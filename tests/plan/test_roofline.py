@@ -3,8 +3,9 @@
 import pytest
 from tiny_plans import B, D, F, L, V, config
 
-from meshloom.trainer.plan import plan
-from meshloom.trainer.plan.roofline import ON_TPU, memory_seconds
+from meshloom.trainer.plan import forecast
+from meshloom.trainer.plan.fitted import TPU
+from meshloom.trainer.plan.roofline import memory_seconds
 
 QKV, LAYER = 3 * D * D, 4 * D * D + 3 * D * F
 LAYERS = 4
@@ -16,7 +17,7 @@ def transfer(found, kind, what):
 
 
 def test_on_v5e_gathers_after_the_first_and_rings_are_hidden():
-    found = plan(config(remat="full"), "v5e:2x4", mesh="fsdp=8", batch=512)
+    found = forecast(config(remat="full"), "v5e:2x4", mesh="fsdp=8", batch=512)
     line, link = found.roofline, 50e9
     gather = transfer(found, "all-gather", "weights")
     ring = transfer(found, "collective-permute", "gradients")
@@ -32,7 +33,7 @@ def test_on_v5e_gathers_after_the_first_and_rings_are_hidden():
 
 @pytest.mark.parametrize("target", ["v5p:4x4x4", "v6e:8x8"])
 def test_on_other_tpus_gathers_are_waited_for(target):
-    found = plan(config(remat="full"), target, mesh="fsdp=16,tensor=4")
+    found = forecast(config(remat="full"), target, mesh="fsdp=16,tensor=4")
     line = found.roofline
     ring = transfer(found, "collective-permute", "gradients")
     hidden = line.network["fsdp"] - line.exposed["fsdp"]
@@ -42,13 +43,13 @@ def test_on_other_tpus_gathers_are_waited_for(target):
 
 def test_no_more_is_hidden_than_there_is_to_hide_behind():
     slow = "own:1x8,flops=4e14,hbm=64e9,hbm_bandwidth=2e12,link=1e9,network=1e9"
-    line = plan(config(), slow, mesh="fsdp=8", batch=8).roofline
+    line = forecast(config(), slow, mesh="fsdp=8", batch=8).roofline
     assert line.serial - line.step == pytest.approx(line.compute + line.memory)
 
 
 def test_scores_that_are_stored_pass_through_memory():
     stored, fused = (
-        memory_seconds(plan(c, "v5e:2x4", mesh="fsdp=8").case)
+        memory_seconds(forecast(c, "v5e:2x4", mesh="fsdp=8").case)
         for c in (config(attention=kind, num_heads=2) for kind in ("xla", "splash"))
     )
     scores = 4 * (B // 8) * 2 * L * L  # float32, 2 heads
@@ -62,16 +63,18 @@ def test_scores_that_are_stored_pass_through_memory():
 
 
 def test_a_larger_batch_passes_more_of_the_stream():
-    one, two = (plan(config(), "h100:1x8", mesh="fsdp=8", batch=n) for n in (64, 128))
+    one, two = (
+        forecast(config(), "h100:1x8", mesh="fsdp=8", batch=n) for n in (64, 128)
+    )
     more = (memory_seconds(two.case) - memory_seconds(one.case)) * 3.35e12
     working, kept = 7 * D + 5 * F, 6 * D + 2 * F
-    block = ON_TPU.residuals * D + 2 * working + 2 * kept
+    block = TPU.stream_passes * D + 2 * working + 2 * kept
     assert more == pytest.approx(2 * 8 * L * (LAYERS * block + 3 * V), rel=0.1)
 
 
 def test_a_stage_adds_up_its_gradients_at_every_tick():
     few, many = (
-        plan(config(num_microbatches=n), "h100:1x8", mesh="pipe=2,fsdp=4")
+        forecast(config(num_microbatches=n), "h100:1x8", mesh="pipe=2,fsdp=4")
         for n in (4, 8)
     )
     ticks = 4  # four more

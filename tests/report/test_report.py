@@ -16,7 +16,7 @@ import tiny_plans
 
 from meshloom.sharding.pipeline import make, simulate
 from meshloom.sharding.text import short_number
-from meshloom.trainer.plan import plan
+from meshloom.trainer.plan import forecast
 from meshloom.trainer.record import metrics
 from meshloom.trainer.report import write_report
 
@@ -108,9 +108,9 @@ def run(tmp_path_factory):
         json.dumps({"jax": "0.10.2", "devices": 8, "command": "meshloom train <x>"})
     )
     (folder / "sample.txt").write_text(SAMPLE)
-    found = plan(tiny_plans.config(), "h100:1x8", mesh="fsdp=4,tensor=2").to_json()
-    forecast = {"start": 0, "seconds": 0.05, "plan": found}
-    (folder / "forecast.json").write_text(json.dumps(forecast))
+    found = forecast(tiny_plans.config(), "h100:1x8", mesh="fsdp=4,tensor=2").to_json()
+    document = {"start": 0, "seconds": 0.05, "plan": found}
+    (folder / "forecast.json").write_text(json.dumps(document))
     return folder
 
 

@@ -9,7 +9,7 @@ from test_plan_explain import found
 from meshloom.trainer import cli
 from meshloom.trainer.record import metrics
 from meshloom.trainer.report import write_report
-from meshloom.trainer.report.plan import plan_parts, write_plan
+from meshloom.trainer.report.plan import forecast_parts, write_forecast
 
 
 def document(start=0, measured=None, **changes):
@@ -44,7 +44,7 @@ def bars(html) -> dict[str, list[tuple[str, str, float]]]:
 
 def test_bars_show_all_of_the_plan():
     it = found("fsdp=4,tensor=2")
-    html = plan_parts(it.to_json())
+    html = forecast_parts(it.to_json())
     shown = list(bars(html).items())
     titles = [title for title, _ in shown]
     assert titles[0].startswith("Memory of a device: ")
@@ -64,7 +64,7 @@ def test_bars_show_all_of_the_plan():
 
 
 def test_one_device_sends_nothing():
-    html = plan_parts(found("fsdp=1", "h100:1x1").to_json())
+    html = forecast_parts(found("fsdp=1", "h100:1x1").to_json())
     assert "Traffic" not in html
 
 
@@ -112,5 +112,5 @@ def test_a_plan_is_a_page_of_its_own(tmp_path, capsys):
     (peak,) = re.findall("<li><span>peak .*?</li>", text)
     update = re.search("<li><span>at the update .*?</li>", text)
     assert "<i class=over>" in peak and update and "<i>" in update[0]
-    with pytest.raises(ValueError, match="absent is not there; make it first"):
-        write_plan({}, "x", tmp_path / "absent" / "plan.html")
+    with pytest.raises(ValueError, match="absent does not exist"):
+        write_forecast({}, "x", tmp_path / "absent" / "plan.html")

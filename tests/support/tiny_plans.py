@@ -1,5 +1,7 @@
 """A config for tests of plans, with sizes by letter."""
 
+import dataclasses
+
 from meshloom.models import transformer
 from meshloom.sharding import MeshSpec
 from meshloom.sharding.plans import STANDARD
@@ -37,3 +39,21 @@ def config(remat="save-named", num_microbatches=None, **model) -> Config:
         pipeline=Pipelining(schedule="1f1b", gather="step"),
         num_microbatches=num_microbatches,
     )
+
+
+# Large enough not to be kept in a chip's fast memory, small enough for half a minute.
+COMPILED = {
+    "vocab_size": 32_000,
+    "num_layers": 8,
+    "d_model": 1024,
+    "num_heads": 8,
+    "d_ff": 2816,
+    "max_length": 2048,
+}
+
+
+def compiled_config(*args, **settings) -> Config:
+    """As `config`, of a model that a real compiler is asked to compile."""
+    found = config(*args, **settings, **COMPILED)
+    data = dataclasses.replace(found.data, length=COMPILED["max_length"])
+    return dataclasses.replace(found, data=data)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ..plan import forecast as forecast_lib
+from ..plan import run_forecast
 from ..plan.comparison import compare
 from ..record.run_folder import RunFolder
 from ..report import write_report
@@ -13,13 +13,13 @@ class ForecastObserver:
     """An Observer that forecasts the step time, and checks the forecast at the end."""
 
     def __init__(self):
-        self._forecast: forecast_lib.Forecast | None = None
+        self._forecast: run_forecast.RunForecast | None = None
 
     def on_start(
         self, prepared: Prepared, folder: RunFolder, start: int, hosts: Sequence[str]
     ) -> str:
-        self._forecast = forecast_lib.foretell(prepared, start, hosts)
-        folder.write_json(forecast_lib.FILE, self._forecast.to_json())
+        self._forecast = run_forecast.forecast_run(prepared, start, hosts)
+        folder.write_json(run_forecast.FILE, self._forecast.to_json())
         return self._forecast.line()
 
     def on_end(
@@ -36,9 +36,9 @@ class ForecastObserver:
     def _compare(self, prepared: Prepared, folder: RunFolder) -> Iterator[str]:
         """Yields lines about how accurate the forecast was, if there was one."""
         forecast = self._forecast
-        if forecast is None or forecast.plan is None:
+        if forecast is None or forecast.forecast is None:
             return
-        measured = forecast_lib.measure(prepared, folder.path, forecast.start)
+        measured = run_forecast.measure(prepared, folder.path, forecast.start)
         document = forecast.to_json(measured)
-        folder.write_json(forecast_lib.FILE, document)
+        folder.write_json(run_forecast.FILE, document)
         yield from compare(document)

@@ -1,4 +1,4 @@
-"""The command `meshloom plan`: flags, and the plan of one config on one mesh."""
+"""The command `meshloom plan`: flags, and the forecast of one config on one mesh."""
 
 import argparse
 from pathlib import Path
@@ -27,7 +27,7 @@ def add(commands) -> None:
         commands,
         "plan",
         _plan,
-        "say what a run costs on devices that need not be here, before it starts",
+        "forecast what a run costs, on devices that need not be here",
     )
     add_config_flags(parser, "default")
     parser.add_argument(
@@ -40,7 +40,7 @@ def add(commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the plan as a page too"
+        "--html", type=Path, metavar="FILE", help="also write the forecast as a page"
     )
     parser.add_argument(
         "--explain",
@@ -63,8 +63,8 @@ def add(commands) -> None:
 def _plan(args: argparse.Namespace) -> int | None:
     if args.target is None:
         raise ValueError(
-            "plan: --target is missing. Name the devices to plan for, such as "
-            "--target v5p-128; or draw a pipeline with plan schedule."
+            "plan: --target is missing. Name the devices, such as --target v5p-128; or "
+            "draw a pipeline with plan schedule."
         )
     _check(args)
     config, names = _load(args), args.config or ["default"]
@@ -86,7 +86,7 @@ def _check(args: argparse.Namespace) -> None:
         ):
             flags = " or ".join(f"--{n}" for n in needed)
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is of no use without {flags}")
+            raise ValueError(f"--{flag} needs {flags}")
     modes = [name for name in ("search", "smallest", "scale") if getattr(args, name)]
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)} are different questions; ask one")
@@ -115,18 +115,18 @@ def _load(args: argparse.Namespace) -> "Config":
 
 
 def _show(args: argparse.Namespace, config: "Config", name: str) -> bool:
-    """Prints the plan of a config and writes its page; returns whether it fits."""
+    """Prints the forecast of a config and writes its page; returns whether it fits."""
     from ..plan import predict, show
 
-    found = predict.plan(config, args.target, batch=args.batch)
+    found = predict.forecast(config, args.target, batch=args.batch)
     compiled = None
     if args.compile:
         from ..plan.compile import compiled as compiled_lib
 
         compiled = compiled_lib.compile_step(found, keep=args.keep_hlo)
     if args.html is not None:
-        from ..report.plan import write_plan
+        from ..report.plan import write_forecast
 
-        write_plan(found.to_json(), f"{name} on {found.target.name}", args.html)
+        write_forecast(found.to_json(), f"{name} on {found.target.name}", args.html)
     show.show(found, compiled, as_json=args.json, with_arrays=args.explain)
     return found.fits

@@ -65,11 +65,9 @@ def add(actions) -> None:
     schedule.add_argument(
         "--weights",
         metavar="BYTES",
-        help="of a stage in float32, before fsdp cuts them, such as 4GiB",
+        help="of a stage in float32, before fsdp shards them, such as 4GiB",
     )
-    schedule.add_argument(
-        "--fsdp", type=int, metavar="N", help="parts that weights are cut into"
-    )
+    schedule.add_argument("--fsdp", type=int, metavar="N", help="shards of the weights")
     schedule.add_argument(
         "--svg", type=Path, metavar="FILE", help="write the picture to a file"
     )
@@ -99,7 +97,7 @@ def _sizes(args: argparse.Namespace) -> "Sizes":
     for flag, needs in NEEDS.items():
         missing = [f"--{name}" for name in needs if getattr(args, name) is None]
         if getattr(args, flag) and missing:
-            raise ValueError(f"--{flag} is of no use without {' and '.join(missing)}")
+            raise ValueError(f"--{flag} needs {' and '.join(missing)}")
     for flag in ("layers", "fsdp"):
         value = getattr(args, flag)
         if value is not None and value < 1:
@@ -127,7 +125,7 @@ def _bytes(flag: str, words: str | None) -> int | None:
     count = round(float(found[1]) * UNITS[found[2] or "B"]) if found else 0
     if count < 1:
         raise ValueError(
-            f"{flag}: {words!r} is no size; expected a number above 0, alone or with "
-            f"{', '.join(UNITS)}, such as 64MiB"
+            f"{flag}: {words!r} is not a size; expected a number above 0, alone or "
+            f"with {', '.join(UNITS)}, such as 64MiB"
         )
     return count

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of looking for a plan instead of showing one."""
+    """Adds the flags of searching for a layout instead of forecasting one."""
     parser.add_argument(
         "--search",
         action="store_true",
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="both",
         choices=("strong", "weak", "both"),
-        help="the best plans from 8 to 4096 devices: the same batch on all (strong), "
+        help="the best from 8 to 4096 devices: the same batch on all (strong), "
         "the same for each device (weak), or both",
     )
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def search(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> bool:
-    """Shows the best plans and writes one if asked to; False if nothing fits.
+    """Shows the best candidates and writes one if asked to; False if nothing fits.
 
     Args:
       names: the configs that `config` was loaded from.
@@ -84,45 +84,44 @@ def smallest(args: argparse.Namespace, config: "Config") -> bool:
 
 
 def scale(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> bool:
-    """Shows how the best plan scales, and draws it; False if nothing fits.
+    """Shows how the best candidate scales, and draws it; False if nothing fits.
 
     Args:
       names: the configs that `config` was loaded from.
     """
     from ..plan import parse_target
-    from ..plan.searching import scaling_picture, scaling_show
+    from ..plan.searching import scaling_picture, show
     from ..plan.searching.scaling import KINDS
 
     target = parse_target(args.target)
     kinds = KINDS if args.scale == "both" else (args.scale,)
-    found = scaling_show.show(
+    found = show.show_scaling(
         config, target, kinds, batch=args.batch, as_json=args.json
     )
     if args.svg is not None:
         title = f"{names[-1]} on {target.device.name}"
         args.svg.write_text(scaling_picture.svg(found, title))
         print(f"Wrote {args.svg}", file=sys.stderr)
-    return any(p.plan is not None for points in found.values() for p in points)
+    return any(p.forecast is not None for points in found.values() for p in points)
 
 
 def _write(path: Path, found: "Search", number: int, names: Sequence[str]) -> None:
-    """Writes one of the best plans as a config; the first is number 1."""
+    """Writes one of the best candidates as a config; the first is number 1."""
     from ...sharding.text import seconds_text
     from ..plan.searching import chosen_config
 
     chosen = found.finalists(number)
     if number > len(chosen):
         raise ValueError(
-            f"--pick {number}: the config fits on {len(chosen)} meshes. Pick one of "
-            "these."
+            f"--pick {number}: the config fits on {len(chosen)} meshes only"
         )
     candidate = chosen[-1]
-    plan = found.plan(candidate)
+    best = found.forecast(candidate)
     words = shlex.join(["--config", names[0], "--target", found.target.name])
-    share = plan.memory.peak / plan.target.device.usable
+    share = best.memory.peak / best.target.device.usable
     about = (
         f"Number {number} of meshloom plan {words} --search: a step of "
-        f"{seconds_text(plan.roofline.step)},\n{share:.0%} of the memory of "
+        f"{seconds_text(best.roofline.step)},\n{share:.0%} of the memory of "
         f"{found.target.num_devices} devices.\n"
         f"  meshloom train --config {path}"
     )

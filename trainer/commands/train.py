@@ -123,7 +123,7 @@ def with_fewer_processes(loaded: "Loaded", now: int) -> "Loaded":
 
 def _dry_run(config, workdir: Path, group, insist: bool) -> None:
     from ..checkpoint import init_from
-    from ..plan import forecast
+    from ..plan import run_forecast
     from ..plan.choosing import choose_here
     from ..record import storage
     from ..record.run_folder import RunFolder
@@ -145,5 +145,5 @@ def _dry_run(config, workdir: Path, group, insist: bool) -> None:
         )
     for line in prepared.describe():
         print(line)
-    print(forecast.foretell(prepared, 0).line())
+    print(run_forecast.forecast_run(prepared, 0).line())
     print("Dry run: config, data and run folder checked; nothing written or trained.")

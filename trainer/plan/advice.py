@@ -1,7 +1,7 @@
-"""Which changes would make a plan fit, the cheapest first.
+"""Which changes would make a config fit, the cheapest first.
 
-All that a search looks at on the same devices is a change, and so is a smaller batch.
-Few settings go before many, and among as many those that add least time to an example.
+Changes are all that a search looks at on the same devices, and smaller batches. Those
+of fewer settings come first, then those that add the least time per example.
 """
 
 import dataclasses
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...sharding import MeshSpec
 from ...sharding.plans import AUTO
 from ..program.pipelining import Pipelining
-from . import predict
-from .predict import Plan
+from .predict import Forecast, forecast
 from .searching.candidates import ONE_CHUNK, Choice
 from .searching.searching import search
 
@@ -24,28 +23,27 @@ Flags = tuple[tuple[str, str], ...]  # (what is changed, the flag), each once
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What to set, as flags of the command line, and the plan that it makes."""
+    """What to set, as flags of the command line, and the forecast with it."""
 
     flags: tuple[str, ...]
-    plan: Plan
-    slower: float  # time of an example against the plan as it is, 1 being equal
+    forecast: Forecast
+    slower: float  # time per example relative to the config as it is
 
     def __str__(self) -> str:
-        device = self.plan.target.device
-        share = self.plan.memory.peak / device.usable
+        share = self.forecast.memory.peak / self.forecast.target.device.usable
         more = self.slower - 1
         words = f"{more:+.0%} time an example" if abs(more) >= 0.005 else "no slower"
         return f"{' '.join(self.flags)}: {share:.0%} of memory, {words}"
 
 
-def cheapest_changes(plan: Plan, num: int = 3) -> list[Change]:
-    """The cheapest changes with which the plan fits; fewer where there are no more.
+def cheapest_changes(given: Forecast, num: int = 3) -> list[Change]:
+    """Returns up to `num` of the cheapest changes with which a config fits.
 
-    Each changes other settings. One that changes more than another is worth a line only
-    if it is faster.
+    Each changes other settings. One that changes more settings than another is listed
+    only if it is faster.
     """
     firsts: dict[frozenset[str], tuple[float, Flags, Config]] = {}
-    for seconds, flags, config in (*_searched(plan), *_fewer(plan)):
+    for seconds, flags, config in (*_searched(given), *_fewer(given)):
         things = frozenset(thing for thing, _ in flags)
         if things not in firsts or seconds < firsts[things][0]:
             firsts[things] = seconds, flags, config
@@ -55,29 +53,29 @@ def cheapest_changes(plan: Plan, num: int = 3) -> list[Change]:
         seconds, flags, config = firsts[things]
         if any(less <= things and found[less] <= seconds for less in found):
             continue
-        changed = predict.plan(config, plan.target)
-        if not changed.fits:  # what is open was chosen otherwise than the search did
+        changed = forecast(config, given.target)
+        if not changed.fits:  # open settings were not chosen as in the search
             continue
         found[things] = seconds
-        slower = changed.seconds_an_example / plan.seconds_an_example
+        slower = changed.seconds_an_example / given.seconds_an_example
         result.append(Change(tuple(flag for _, flag in flags), changed, slower))
     return result[:num]
 
 
-def _searched(plan: Plan) -> Iterator[tuple[float, Flags, "Config"]]:
-    for candidate in search(plan.given, plan.target).fitting:
-        flags, config = _changed(candidate.choice, plan)
+def _searched(given: Forecast) -> Iterator[tuple[float, Flags, "Config"]]:
+    for candidate in search(given.given, given.target).fitting:
+        flags, config = _changed(candidate.choice, given)
         assert candidate.seconds is not None
         if flags:
             yield candidate.seconds, flags, config
 
 
-def _changed(choice: Choice, plan: Plan) -> tuple[Flags, "Config"]:
-    """What a choice sets otherwise than the config, and the config with that.
+def _changed(choice: Choice, forecast: Forecast) -> tuple[Flags, "Config"]:
+    """Returns the flags for what a choice changes, and the config with them.
 
-    What the config leaves open it need not set: that is chosen again.
+    What the config leaves open needs no flag: it is chosen again.
     """
-    given, case, found = plan.given, plan.case, {}
+    given, case, found = forecast.given, forecast.case, {}
     changed: dict[str, Any] = {}
     if str(choice.mesh) != str(MeshSpec(**case.sizes, dcn=case.spec.dcn)):
         found["mesh"], changed["mesh"] = f"--mesh {choice.mesh}", choice.mesh
@@ -101,15 +99,15 @@ def _changed(choice: Choice, plan: Plan) -> tuple[Flags, "Config"]:
     return tuple(found.items()), dataclasses.replace(given, **changed)
 
 
-def _fewer(plan: Plan) -> Iterator[tuple[float, Flags, "Config"]]:
-    """Half of the examples, a quarter and so on, as far as they divide."""
-    config = plan.given
-    parts = plan.case.ways(("batch",), (config.batch_size,))
+def _fewer(given: Forecast) -> Iterator[tuple[float, Flags, "Config"]]:
+    """Yields half of the examples, a quarter and so on, as far as they divide."""
+    config = given.given
+    parts = given.case.ways(("batch",), (config.batch_size,))
     parts *= config.num_microbatches or 1
     rows = config.batch_size // 2
     while rows >= parts and not rows % parts:
         fewer = dataclasses.replace(config, batch_size=rows)
-        changed = predict.plan(fewer, plan.target)
+        changed = forecast(fewer, given.target)
         if changed.fits:
             yield changed.seconds_an_example, (("batch", f"--batch {rows}"),), fewer
         rows //= 2

@@ -1,16 +1,15 @@
-"""The arrays that a part of the memory is made of.
+"""The arrays that a part of the memory consists of.
 
-memory.py names them; here they become bytes, and rows that show each array whole and as
-a device has it.
+memory.py names them; here they become bytes, and rows that show each array with its
+global shape and its shape on a device.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from .cutting import FLOAT32
 from .scenario import Case
+from .sharded import FLOAT32
 
 if TYPE_CHECKING:
     from .memory import Part
@@ -20,13 +19,13 @@ Tree = Literal["params", "opt_state", "gradients", "compute"]
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Arrays of one of a case's trees.
+    """Arrays of one of the trees of the state.
 
     Attributes:
       which: "blocks", "outside", "matrices" (of blocks), or a path; "" for all.
-      itemsize: of their type here; None for their own.
-      times: how often they are there; of one layer of several, a part.
-      tiled_as: the itemsize by which their tiles are counted, where it is another.
+      itemsize: of the dtype that they have here; None for their own.
+      times: how many copies there are; a fraction for one layer of several.
+      tiled_as: the itemsize by which their tiles are counted, if it is another.
     """
 
     tree: Tree
@@ -38,15 +37,15 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """An array of the model's costs, so many times."""
+    """An array of the model's costs, and how many copies there are."""
 
     array: Any
     times: float = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One array; `cut` is its shape on a device, `bytes` those of all its copies."""
+class DeviceArray:
+    """An array; `cut` is its shape on a device, `bytes` those of all its copies."""
 
     name: str
     axes: tuple[str | None, ...]
@@ -62,7 +61,7 @@ def of_each(arrays: Iterable[Any], times: float = 1) -> tuple[Values, ...]:
 
 
 def total_bytes(case: Case, arrays: Iterable[Weights | Values]) -> int:
-    known, total = case.cutting.totals, 0.0
+    known, total = case.sharded.totals, 0.0
     for of in arrays:
         if isinstance(of, Values):
             total += of.times * case.bytes(of.array)
@@ -73,10 +72,11 @@ def total_bytes(case: Case, arrays: Iterable[Weights | Values]) -> int:
     return round(total)
 
 
-def rows(case: Case, part: "Part") -> list[Row]:
-    """The arrays of a part, largest first; their bytes sum to the part's."""
+def rows(case: Case, part: "Part") -> list[DeviceArray]:
+    """Returns the arrays of a part, largest first; their bytes sum to the part's."""
     if not part.arrays:
-        return [Row(part.detail, (), (), (), "", 1, part.bytes)] if part.bytes else []
+        one = DeviceArray(part.detail, (), (), (), "", 1, part.bytes)
+        return [one] if part.bytes else []
     found = [
         _row(case, of, array, size)
         for of in part.arrays
@@ -90,7 +90,7 @@ def rows(case: Case, part: "Part") -> list[Row]:
 
 
 def _found(case: Case, of: Weights | Values) -> Iterator[tuple[Any, float]]:
-    """(array, bytes on a device of all its copies)."""
+    """Yields (array, bytes on a device of all its copies)."""
     if isinstance(of, Values):
         yield of.array, of.times * case.bytes(of.array)
         return
@@ -104,24 +104,21 @@ def _found(case: Case, of: Weights | Values) -> Iterator[tuple[Any, float]]:
             yield array, scale * sizes[array.path]
 
 
-def _row(case: Case, of: Weights | Values, array: Any, size: float) -> Row:
+def _row(case: Case, of: Weights | Values, array: Any, size: float) -> DeviceArray:
     if isinstance(of, Values):
         name, count = array.name, array.count * of.times
         dtype = _dtype(case, array.itemsize)
-        cuts = case.cutting.cuts(array.axes, array.shape, "compute", name)
+        axes = case.sharded.mesh_axes(array.axes, array.shape, "compute", name)
     else:
         name, count = array.path, of.times
         dtype = _dtype(case, of.itemsize) if of.itemsize else array.dtype
-        cuts = [d.mesh_axes for d in array.dimensions]
-    cut = tuple(
-        size // math.prod(case.sizes[axis] for axis in axes)
-        for size, axes in zip(array.shape, cuts, strict=True)
-    )
-    return Row(name, array.axes, array.shape, cut, dtype, count, round(size))
+        axes = [d.mesh_axes for d in array.dimensions]
+    cut = tuple(case.sharded.local_shape(array.shape, axes))
+    return DeviceArray(name, array.axes, array.shape, cut, dtype, count, round(size))
 
 
 def _named(case: Case, which: str) -> Callable[[str], bool]:
-    """Whether an array with a path is one of those."""
+    """Returns a test for the paths that `which` means."""
     if which == "matrices":
         return {p.weight for p in case.costs.products}.__contains__
     if which == "outside":

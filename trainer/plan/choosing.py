@@ -1,19 +1,19 @@
-"""What a config leaves open, chosen for the devices: rules, schedule, microbatches.
+"""Chooses what a config leaves open: sharding plan, schedule, microbatches.
 
 `plan="auto"`, `pipeline.schedule="auto"`, `pipeline.gather="auto"` and numbers that are
-None are open. Every way to fill them is planned by the closed form, and of those that
-fit
+None are open. Every way to fill them is forecast by the closed form. Of those that fit:
 
-  sequence      goes with a tensor axis that divides the positions: least memory, and
-                most of its gathers run beside products, as no sum over devices does
+  sequence      goes with a tensor axis that divides the positions: it takes the least
+                memory, and most of its gathers overlap with products, as sums over
+                devices do not
   microbatches  are as few as fit; in a pipeline the number belongs to the schedule
-  the others    are those of least memory within CLOSE of the fastest, and of those as
-                lean the fastest. A config with full remat pays time for memory: there
-                they may cost PRICE
+  the others    take the least memory within CLOSE of the fastest, and of those that
+                are AS_LEAN the fastest wins. A config with full remat trades time for
+                memory: there they may cost PRICE
 
-What is set in the config is never changed. Only published figures of the devices count,
-nothing measured, so that all processes of a job choose the same. Where these are not
-known, and on CPUs, whose devices share cores and memory, the plain settings are taken.
+What the config sets is never changed. Only published figures of the devices count,
+nothing measured, so all processes of a job choose the same. On devices without such
+figures, and on CPUs, whose devices share cores and memory, the plain settings are used.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
+from ...sharding.pipeline.simulate import GATHERS
+from ...sharding.plans import AUTO
 from ...sharding.text import human_bytes
 from ..program import contract
 from ..program.computation import Chosen, plain
 from ..program.hardware import CPU, Target
-from ..program.pipelining import Pipelining
 from .local_target import published_target
-from .predict import Plan
+from .predict import Forecast
 from .scenario import Case, make_case
-from .searching.candidates import divisors, gathers_on
+from .searching.candidates import Choice, choices_on, first_divided
 from .text import seconds_text
 
 if TYPE_CHECKING:
     from ..run.train import Config
 
-# The closed form of memory is up to a tenth off; differences of 2 % in time are none.
+# The closed form of memory is up to 10 % off; 2 % of a step's time is not a difference.
 ROOM, AS_LEAN, CLOSE = 0.9, 1.1, 1.02
-# Full remat computes a quarter to a third more; half of that is memory worth to it.
+# Full remat adds 25 to 33 % of compute; half of that may be spent on memory again.
 PRICE = 1.15
-# In a pipeline with more microbatches than this for each stage the bubble is small.
+# With this many microbatches for each stage of a pipeline the bubble is small.
 MOST_FOR_EACH_STAGE = 16
 
 
@@ -51,8 +51,8 @@ def choose(
 
     Args:
       sizes: of the axes of its mesh.
-      target: the devices of the mesh; None where their figures are not known, for
-        `reason`.
+      target: the devices of the mesh; None where their figures are not known, and
+        `reason` says why.
     """
     if not _open(config, sizes):
         return Chosen(config, plain(config))
@@ -65,11 +65,11 @@ def choose(
             config, sizes, f"the plain settings, {name} has no method `costs`"
         )
     try:
-        found = list(_candidates(config, target, sizes))
-    except Exception as error:  # of a user's `costs` too: no choice is worth a run
+        found = list(_candidates(config, target))
+    except Exception as error:  # also from a user's `costs`: a run must go on
         first = str(error).split("\n")[0].split(". ")[0]
         return _plainly(config, sizes, f"the plain settings: {first}")
-    if not found:  # the run itself will say what is wrong
+    if not found:  # the run itself reports what is wrong
         return Chosen(config, plain(config))
     best, why = _best(found, target, getattr(config.model, "remat", None))
     words = _words(config, best.config, sizes)
@@ -86,7 +86,7 @@ def choose_here(
     try:
         target = published_target(devices)
         if target.num_devices != math.prod(sizes.values()):
-            raise ValueError(f"the mesh is not that of the {len(devices)} devices here")
+            raise ValueError(f"the mesh does not have the {len(devices)} devices here")
     except ValueError as error:
         is_cpu = devices[0].platform == "cpu"
         return choose(config, sizes, None, "" if is_cpu else str(error))
@@ -95,14 +95,14 @@ def choose_here(
 
 def _plainly(config: "Config", sizes: Mapping[str, int], why: str) -> Chosen:
     found = plain(config)
-    # Where the mesh has one device along these, there is nothing that could be other.
+    # With one device along both axes there is nothing to choose.
     if sizes["tensor"] == 1 and sizes["pipe"] == 1:
         return Chosen(config, found)
     return Chosen(config, found, f"Chosen: {_words(config, found, sizes)}: {why}")
 
 
 def _open(config: "Config", sizes: Mapping[str, int]) -> bool:
-    """Whether anything that matters on this mesh is left to be chosen."""
+    """Returns whether anything that matters on this mesh is open."""
     pipeline = config.pipeline
     staged = AUTO in (pipeline.schedule, pipeline.gather) or (
         pipeline.schedule == "interleaved" and pipeline.num_chunks is None
@@ -114,87 +114,51 @@ def _open(config: "Config", sizes: Mapping[str, int]) -> bool:
     )
 
 
-def _candidates(
-    config: "Config", target: Target, sizes: Mapping[str, int]
-) -> Iterator[Plan]:
-    """Every way to fill what is open that the model and the mesh allow."""
-    plans = [config.plan]
-    if config.plan == AUTO:
-        plans = [WITH_SEQUENCE, STANDARD] if sizes["tensor"] > 1 else [STANDARD]
-    for name in plans:
-        config = dataclasses.replace(config, plan=name)
-        try:
-            whole = dataclasses.replace(
-                plain(config), num_microbatches=config.num_microbatches or 1
-            )
-            case = make_case(whole, target)
-        except ValueError:  # such as a length that the tensor axis does not divide
-            continue
-        each = config.batch_size // case.ways(("batch",), (config.batch_size,))
-        if case.pipeline is None:
-            yield from _in_parts(config, target, each)
-        else:
-            yield from _staged(config, target, each, case)
+def _candidates(config: "Config", target: Target) -> Iterator[Forecast]:
+    """Yields every way to fill what is open that the model and the mesh allow."""
+    whole = dataclasses.replace(
+        plain(config), plan=config.plan, num_microbatches=config.num_microbatches or 1
+    )
+    # A ValueError: for instance, a length that the tensor axis does not divide.
+    case = first_divided(whole, target, ValueError)
+    if case is None:
         return
-
-
-def _in_parts(config: "Config", target: Target, each: int) -> Iterator[Plan]:
-    """Without a pipeline: in as few parts as fit, or all where none does."""
-    for num in _counts(config, each):
-        found = Plan(make_case(_with(plain(config), num), target))
+    for choice in _choices(config, case):
+        found = Forecast(make_case(choice.of(case.config), target))
         yield found
-        if _has_room(found):
-            return
+        if case.pipeline is None and _has_room(found):
+            return  # as few microbatches as fit, or all where none does
 
 
-def _staged(config: "Config", target: Target, each: int, case: Case) -> Iterator[Plan]:
-    counts = _counts(config, each, MOST_FOR_EACH_STAGE * case.num_stages)
-    gathers = gathers_on(target, config.pipeline)
-    for pipeline in _pipelines(config.pipeline, case.layers, gathers):
-        for num in counts:
-            changed = dataclasses.replace(_with(config, num), pipeline=pipeline)
-            yield Plan(make_case(changed, target))
-
-
-def _pipelines(
-    given: Pipelining, layers: int, gathers: Sequence[str]
-) -> list[Pipelining]:
-    """The settings that are open, in every way; gpipe is never better than 1f1b."""
-    chunks: list[int | None] = [n for n in divisors(layers) if n > 1]
-    if given.num_chunks is not None:
-        chunks = [given.num_chunks] if given.num_chunks > 1 else []
-    schedules: list[tuple[str, int | None]] = [("interleaved", n) for n in chunks]
-    if given.schedule not in ("interleaved", AUTO):
-        schedules = [(given.schedule, given.num_chunks)]
-    elif given.schedule == AUTO and given.num_chunks in (None, 1):
-        schedules.insert(0, ("1f1b", None))
-    return [
-        Pipelining(schedule=name, num_chunks=num, gather=gather)
-        for gather in gathers
-        for name, num in schedules
+def _choices(config: "Config", case: Case) -> list[Choice]:
+    """Returns the choices of a search that keep what the config sets."""
+    given, num = config.pipeline, config.num_microbatches
+    # gpipe never beats 1f1b, and a batch norm depends on the size of a microbatch.
+    schedules = ("", "1f1b", "interleaved")
+    if given.schedule != AUTO and case.pipeline is not None:
+        schedules = (given.schedule,)
+    most = MOST_FOR_EACH_STAGE * case.num_stages if case.pipeline else math.inf
+    most = 1 if contract.has_variables(config.model) else most
+    found = [
+        choice
+        for choice in choices_on(config, case)
+        if choice.remat == getattr(config.model, "remat", None)
+        and choice.schedule in schedules
+        and (case.pipeline is None or given.num_chunks in (None, choice.num_chunks))
+        and (num or choice.num_microbatches) == choice.num_microbatches
+        and (num is not None or choice.num_microbatches <= most)
     ]
+    return sorted(found, key=lambda choice: GATHERS.index(choice.gather))
 
 
-def _counts(config: "Config", each: int, most: int | None = None) -> list[int]:
-    if config.num_microbatches is not None:
-        return [config.num_microbatches]
-    if contract.has_variables(config.model):
-        return [1]  # a batch norm computes something else by microbatch
-    return [n for n in divisors(each) if most is None or n <= most]
+def _has_room(found: Forecast) -> bool:
+    return _peak(found) <= ROOM * found.target.device.usable
 
 
-def _with(config: "Config", num_microbatches: int) -> "Config":
-    return dataclasses.replace(config, num_microbatches=num_microbatches)
-
-
-def _has_room(plan: Plan) -> bool:
-    return _peak(plan) <= ROOM * plan.target.device.usable
-
-
-def _best(found: list[Plan], target: Target, remat: Any) -> tuple[Plan, str]:
-    """The plan to take, and why; equal ones by the order in which they were found."""
+def _best(found: list[Forecast], target: Target, remat: Any) -> tuple[Forecast, str]:
+    """Returns the one to take, and why; of equal ones the first that was found."""
     share = f"{ROOM:.0%} of {human_bytes(target.device.usable)}"
-    fitting = [plan for plan in found if _has_room(plan)]
+    fitting = [one for one in found if _has_room(one)]
     if not fitting:
         return min(found, key=_peak), (
             f"the leanest of {len(found)}: none takes less than {share}"
@@ -216,16 +180,16 @@ def _best(found: list[Plan], target: Target, remat: Any) -> tuple[Plan, str]:
     )
 
 
-def _seconds(plan: Plan) -> float:
-    return plan.roofline.step
+def _seconds(found: Forecast) -> float:
+    return found.roofline.step
 
 
-def _peak(plan: Plan) -> int:
-    return plan.memory.peak
+def _peak(found: Forecast) -> int:
+    return found.memory.peak
 
 
 def _words(config: "Config", chosen: "Config", sizes: Mapping[str, int]) -> str:
-    """What of the chosen values was open, as far as it matters on the mesh."""
+    """Names the chosen values that were open, as far as they matter on the mesh."""
     words = []
     given, found = config.pipeline, chosen.pipeline
     if config.plan == AUTO:

@@ -1,4 +1,4 @@
-"""A forecast against what was found, in words."""
+"""Compares a forecast with what a run measured."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from ...sharding.text import human_bytes
 from .text import seconds_text
 
-# Forecasts outside this range of what was found are far off.
+# A forecast outside this range of what was measured is far off.
 CLOSE = (0.5, 2.0)
 
 
 def compare(document: Mapping[str, Any]) -> list[str]:
-    """What forecast.json says of forecast and found: a line, and one for each far off.
+    """Returns a line on forecast.json, and one for each figure that is far off.
 
     Without a forecast or measured figures there is nothing to compare.
     """

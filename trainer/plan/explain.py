@@ -6,23 +6,23 @@ from itertools import groupby
 from typing import Any
 
 from ...sharding.text import align, human_bytes
-from .arrays import Row, rows
-from .predict import Plan
+from .arrays import DeviceArray, rows
+from .predict import Forecast
 from .scenario import Case
 
-# Arrays of a part with less than this share of the peak are one row.
+# Arrays of a part with less than this share of the peak are shown as one row.
 SMALL = 1e-3
 WHEN = {
     "head": "when the forward pass is done and the head is differentiated",
-    "backward": "when the first block goes backward",
+    "backward": "when the first block runs backward",
     "update": "when all gradients are there and the state is updated",
 }
 
 
-def explain(plan: Plan) -> str:
-    """The arrays of each part, largest first, and what is the same on all stages."""
-    memory = plan.memory
-    share = memory.peak / plan.target.device.usable
+def explain(forecast: Forecast) -> str:
+    """Lists the arrays of each part, largest first, and what stages have in common."""
+    memory, case = forecast.memory, forecast.case
+    share = memory.peak / forecast.target.device.usable
     title = (
         f"the peak of a device: {human_bytes(memory.peak)}, {share:.0%} of its memory, "
         f"{WHEN[memory.peak_moment]}"
@@ -30,35 +30,35 @@ def explain(plan: Plan) -> str:
     lines: list[tuple[str, ...]] = [
         ("", "axes", "whole", "on a device", "type", "count", "bytes")
     ]
-    for name, found in by_part(plan):
+    for name, found in by_part(forecast):
         total = sum(row.bytes for row in found)
         lines.append((f"  {name}", "", "", "", "", "", human_bytes(total)))
         lines += _shown(found, SMALL * memory.peak)
     text = f"{title}\n{align(lines, right=(5, 6))}"
-    return f"{text}\n\n{_stages(plan.case)}" if plan.case.pipeline else text
+    return f"{text}\n\n{_stages(case)}" if case.pipeline else text
 
 
-def by_part(plan: Plan) -> list[tuple[str, list[Row]]]:
-    """(part, its arrays), largest first; all arrays together sum to the peak."""
-    parts = sorted(plan.memory.parts, key=lambda part: part.name)
+def by_part(forecast: Forecast) -> list[tuple[str, list[DeviceArray]]]:
+    """Returns (part, its arrays), largest first; all arrays sum to the peak."""
+    parts = sorted(forecast.memory.parts, key=lambda part: part.name)
     found = []
     for name, group in groupby(parts, key=lambda part: part.name):
-        arrays = [row for part in group for row in rows(plan.case, part)]
+        arrays = [row for part in group for row in rows(forecast.case, part)]
         if arrays:
             found.append((name, sorted(arrays, key=lambda row: -row.bytes)))
     return sorted(found, key=lambda each: -sum(row.bytes for row in each[1]))
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(forecast: Forecast) -> dict[str, Any]:
     arrays = [
         {"part": name, **dataclasses.asdict(row)}
-        for name, found in by_part(plan)
+        for name, found in by_part(forecast)
         for row in found
     ]
-    return {"arrays": arrays, "stages": stages(plan.case)}
+    return {"arrays": arrays, "stages": stages(forecast.case)}
 
 
-def _shown(found: list[Row], small: float) -> list[tuple[str, ...]]:
+def _shown(found: list[DeviceArray], small: float) -> list[tuple[str, ...]]:
     rest = [row for row in found if row.bytes < small]
     if len(rest) < 2:
         rest = []
@@ -82,7 +82,7 @@ def _shown(found: list[Row], small: float) -> list[tuple[str, ...]]:
 
 
 def stages(case: Case) -> list[dict[str, Any]]:
-    """What differs between stages; nothing without a pipeline."""
+    """Returns what differs between stages; nothing without a pipeline."""
     if case.pipeline is None:
         return []
     order = [int(layer) for layer in case.pipeline.order]
@@ -94,7 +94,7 @@ def stages(case: Case) -> list[dict[str, Any]]:
 
 
 def _stages(case: Case) -> str:
-    """One program runs on all stages, so what one must reserve, all do."""
+    """All stages run one program, so each reserves what the largest needs."""
     assert case.pipeline is not None
     slots = case.pipeline.schedule.num_slots
     outside = [a for a in case.params.arrays if not case.is_block(a.path)]
@@ -104,9 +104,9 @@ def _stages(case: Case) -> str:
         f"  {slots} slots for inputs in flight are on every stage; how many are ever "
         "filled differs",
     ]
-    for is_cut, words in ((True, "stored in parts"), (False, "stored whole")):
-        if paths := [path for path in spread if spread[path] == is_cut]:
-            lines.append(f"  {words} on every stage: {', '.join(paths)}")
+    for is_sharded, words in ((True, "sharded"), (False, "replicated")):
+        if paths := [path for path in spread if spread[path] == is_sharded]:
+            lines.append(f"  {words} over the stages: {', '.join(paths)}")
     table = [("  stage", "layers", "slots filled at most")]
     for found in stages(case):
         cells = f"  {found['stage']}", _ranges(found["layers"]), f"{found['in_flight']}"

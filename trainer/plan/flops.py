@@ -1,9 +1,9 @@
-"""Floating-point operations of one step on one device, of matrix products.
+"""Floating-point operations of the matrix products of one step on one device.
 
-A product is done once forward and usually twice backward (for both operands), once
-more where its policy recomputes it. In a pipeline every stage works at every tick, also
-where it has no microbatch of its own; a backward that does not keep everything begins
-with a forward of its own; and each stage does 1/S of the head. Elementwise work is not
+A product runs once forward and usually twice backward (for both operands), and once
+more where the remat policy recomputes it. In a pipeline every stage works at every
+tick, even without a microbatch; a backward tick that did not keep everything begins
+with a forward; and each stage computes 1/S of the head. Elementwise work is not
 counted: on these devices it is bound by memory.
 """
 
@@ -23,11 +23,11 @@ from .scenario import Case
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Of one device and step.
+    """FLOPs of one device and step.
 
     Attributes:
-      executed: all that it multiplies, with what is done again and in bubbles.
-      model: its share of what the model's update needs, none counted twice.
+      executed: all of them, with what is recomputed and what runs in bubbles.
+      model: the device's share of what the update needs, nothing counted twice.
       blocks, head: the parts of `executed`.
     """
 
@@ -50,7 +50,7 @@ class Ticks:
 
 
 def ticks(case: Case) -> Ticks:
-    """Of chunks of layers in a pipeline, of the whole stack without one."""
+    """Counts passes through a chunk of layers, or the stack without a pipeline."""
     if case.pipeline is None:
         num = case.num_microbatches
         return Ticks(num, num, num)
@@ -80,14 +80,12 @@ def flops(case: Case) -> Flops:
     forward = sum(each.values())
     again = sum(each[name] for name in each if name in costs.recomputed)
     backward = sum(p.backward * each[p.name] for p in costs.products) + again
-    layers = case.layers
-    if case.pipeline is not None:
-        layers //= case.pipeline.schedule.num_chunks
-        if not costs.keeps_weights:
-            backward += forward
-            # A block's last product only adds to the stream; where a chunk is one
-            # block, the compiler sees that its backward pass does not need it.
-            backward -= each[costs.products[-1].name] if layers == 1 else 0
+    layers = case.chunk_layers
+    if case.pipeline is not None and not costs.keeps_weights:
+        backward += forward
+        # A block's last product only adds to the stream: if a chunk is one block, the
+        # compiler drops it from the backward pass.
+        backward -= each[costs.products[-1].name] if layers == 1 else 0
     blocks = layers * (times.forwards * forward + times.backwards * backward)
     head = times.heads * (1 + costs.head.backward) * _device(case, costs.head)
     head /= case.num_stages

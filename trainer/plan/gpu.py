@@ -1,157 +1,105 @@
-"""Where a step on GPUs differs from one on TPUs, read off programs for H100s.
+"""Where the memory of a step on GPUs differs from that on TPUs.
 
-Memory, beside what TPUs need too:
-
-  weights     are cast as they are gathered, one block at a time. Those whose gathered
-              dimension is not their first are first copied whole, in float32, into an
-              order in which it is
-  head        its gradient is computed after all blocks', so the gradient of the logits
-              and the head's input wait through the backward pass
-  products    of weight gradients come last in a block, so their operands wait too; a
-              product by cuBLAS has a workspace
-  pipelines   have gradients of one microbatch for all weights of a stage at once, and
-              copy gathered weights into another order
+weights     are cast as they are gathered, one block at a time. Those that are not
+            gathered along their first dimension are first transposed, in float32, so
+            that they are
+head        its gradient is computed after all blocks', so the gradient of the logits
+            and the head's input wait through the backward pass
+products    of weight gradients come last in a block, so their operands wait too; a
+            product by cuBLAS has a workspace
+pipelines   hold gradients of one microbatch for all weights of a stage at once, and
+            transpose gathered weights
 """
 
-import dataclasses
-
 from .arrays import Values, Weights, of_each
-from .cutting import FLOAT32
-from .memory import Part, outside_gradients, part
-from .scenario import Case
-
-Moments = dict[str, tuple[Part, ...]]
+from .memory import Moments, Part
+from .sharded import FLOAT32
 
 
-def gathers_of_head(case: Case) -> int:
-    """An embedding that is the head too: GPUs gather it for each, TPUs once."""
-    is_gpu = case.target.device.platform == "gpu"
-    return 2 if is_gpu and case.costs.head.weight == "embedding" else 1
-
-
-def on_gpu(case: Case, moments: Moments) -> Moments:
-    """The moments of a step, with what GPUs do otherwise."""
-    return _pipeline(case, moments) if case.pipeline else _scanned(case, moments)
-
-
-def _scanned(case: Case, moments: Moments) -> Moments:
-    size = {p.name: p for p in moments["backward"]}
-    kept = tuple(p for p in moments["backward"] if p.name in ("gradient sums", "kept"))
-    transposed = part(case, "weights, transposed", "of all blocks", *_transposed(case))
-    stream, logits = case.costs.residual, case.costs.logits
-    head = tuple(
-        p for p in moments["head"] if p.name in ("logits", "weights, gathered")
-    )
-    blocks = Weights("gradients", "blocks", FLOAT32)
-    gradients = part(case, "gradients", "of all blocks", blocks)
-    return moments | {
-        "head": (
-            *kept,
-            transposed,
-            gradients,
-            *head,
-            part(
-                case,
-                "residual stream",
-                "before and after the last norm",
-                Values(stream, 2),
-            ),
-        ),
-        "backward": (
-            *kept,
-            transposed,
-            gradients,
-            part(
-                case,
-                "logits",
-                "gradient, and the head's input",
-                Values(logits),
-                Values(stream),
-            ),
-            size["weights, gathered"],
-            part(
-                case,
-                "residual stream",
-                "values and gradients of one block",
-                Values(stream, 5),
-            ),
-            _working(case, size["working"]),
-            _workspace(case),
-        ),
-    }
-
-
-def _pipeline(case: Case, moments: Moments) -> Moments:
-    if case.config.pipeline.gather == "microbatch":  # not compared with a compiler
-        ends = (_workspace(case),)
-        return {name: (*parts, *ends) for name, parts in moments.items()}
-    size = case.itemsize
-    whole, words = Weights("compute", itemsize=size), "of the stage and outside"
-    outside = outside_gradients(case, size)
-    summed = Weights("compute", "embedding", FLOAT32)  # of look-ups
-    gradients = {
-        "head": part(case, "gradients", "outside the blocks", *outside, summed),
-        "backward": part(case, "gradients", "of one microbatch", whole, summed),
-    }
-    found = {}
-    for moment in gradients:
-        others = (
-            p
-            for p in moments[moment]
-            if p.name not in ("weights, gathered", "gradients")
+class GpuMoments(Moments):
+    def scanned(self) -> dict[str, tuple[Part, ...]]:
+        stream, logits = self.costs.residual, self.costs.logits
+        blocks = Weights("gradients", "blocks", FLOAT32)
+        common = (
+            *self.sums(),
+            *self.kept(),
+            self.part("weights, transposed", "of all blocks", *self._transposed()),
+            self.part("gradients", "of all blocks", blocks),
         )
-        found[moment] = (
-            part(case, "weights, gathered", words, whole),
-            part(case, "weights, transposed", words, *_transposed(case)),
-            gradients[moment],
-            *others,
-            _workspace(case),
+        waiting, words = (Values(logits), Values(stream)), "values and gradients"
+        streams = Values(stream, self.fitted.block_streams)
+        return {
+            "head": (*common, self.logits(), self.gathered_head(), self.head_stream()),
+            "backward": (
+                *common,
+                self.part("logits", "gradient, and the head's input", *waiting),
+                self.gathered_block(),
+                self.part("residual stream", f"{words} of one block", streams),
+                self.working(),
+                self._workspace(),
+            ),
+            "update": (*self.sums(), self.all_gradients()),
+        }
+
+    def pipelined(self) -> dict[str, tuple[Part, ...]]:
+        moments, workspace = super().pipelined(), self._workspace()
+        if self.late:  # has not been compared with a compiler
+            return {name: (*parts, workspace) for name, parts in moments.items()}
+        size, words = self.case.itemsize, "of the stage and outside"
+        whole = Weights("compute", itemsize=size)
+        table = (
+            [Weights("compute", self.costs.table, FLOAT32)] if self.costs.table else []
         )
-    return moments | found
-
-
-def _transposed(case: Case) -> list[Weights]:
-    """Of weights, those that are gathered along another dimension than their first.
-
-    A loop over blocks copies them as they are stored. A pipeline gathers all, those of
-    its blocks along with their layers, and copies what was gathered; of weights that
-    stay cut, only those that are gathered along their last.
-    """
-    if case.costs.keeps_weights and not case.pipeline:
-        return []  # gathered whole before the loop over blocks
-    products = {p.weight for p in case.costs.products}
-    found = []
-    for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
-        if not case.pipeline and stored.path not in products:
-            continue
-        later = 1 if case.pipeline or not case.is_block(stored.path) else 2
-        if case.pipeline and any(d.mesh_axes for d in whole.dimensions[1:]):
-            later = len(whole.dimensions) - 1
-        dims = zip(stored.dimensions[later:], whole.dimensions[later:], strict=True)
-        if any(a.mesh_axes != b.mesh_axes for a, b in dims):
-            tree, size = (
-                ("compute", case.itemsize) if case.pipeline else ("params", FLOAT32)
+        # Gradients of look-ups are summed in float32.
+        outside = (*self.outside_gradients(size), *table)
+        gradients = {
+            "head": self.part("gradients", "outside the blocks", *outside),
+            "backward": self.part("gradients", "of one microbatch", whole, *table),
+        }
+        for name, gradient in gradients.items():
+            replaced = ("weights, gathered", "gradients")
+            moments[name] = (
+                self.part("weights, gathered", words, whole),
+                self.part("weights, transposed", words, *self._transposed()),
+                gradient,
+                *(p for p in moments[name] if p.name not in replaced),
+                workspace,
             )
-            found.append(Weights(tree, stored.path, size))
-    return found
+        return moments
 
+    def working(self) -> Part:
+        """Returns what else is alive when a block's weight gradients are computed."""
+        if self.case.pipeline or not self.costs.waiting:
+            return super().working()
+        return self.part("working", "of one block", *of_each(self.costs.waiting))
 
-def _workspace(case: Case) -> Part:
-    return Part("workspace", round(case.target.device.workspace), "of cuBLAS")
+    def _transposed(self) -> list[Weights]:
+        """Returns the weights that are not gathered along their first dimension.
 
+        A loop over blocks transposes them as they are stored. A pipeline gathers all,
+        those of its blocks along with their layers, and transposes the result; of
+        weights that stay sharded, only those that are gathered along their last.
+        """
+        case = self.case
+        if self.costs.keeps_weights and not case.pipeline:
+            return []  # gathered before the loop over blocks
+        products = {p.weight for p in self.costs.products}
+        found = []
+        for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
+            if not case.pipeline and stored.path not in products:
+                continue
+            later = 1 if case.pipeline or not case.is_block(stored.path) else 2
+            if case.pipeline and any(d.mesh_axes for d in whole.dimensions[1:]):
+                later = len(whole.dimensions) - 1
+            dims = zip(stored.dimensions[later:], whole.dimensions[later:], strict=True)
+            if any(a.mesh_axes != b.mesh_axes for a, b in dims):
+                found.append(
+                    Weights("compute", stored.path, case.itemsize)
+                    if case.pipeline
+                    else Weights("params", stored.path, FLOAT32)
+                )
+        return found
 
-def _working(case: Case, unfused: Part) -> Part:
-    """What else is alive when a block's weight gradients are computed."""
-    if not case.costs.fused:
-        return unfused
-    arrays = {a.name: a for a in (*case.costs.attention, *case.costs.mlp)}
-    qkv, attended, half = (
-        dataclasses.replace(arrays[name], count=1)
-        for name in ("qkv", "attended", "activated")
-    )
-    hidden = arrays["hidden"]
-    if case.costs.recomputed >= {"qkv", "up"}:  # the block is computed again first
-        alive = of_each((hidden, hidden, half, qkv, attended))
-    else:
-        alive = of_each((hidden, half, qkv))
-    return part(case, "working", "of one block", *alive)
+    def _workspace(self) -> Part:
+        size = round(self.case.target.device.workspace)
+        return Part("workspace", size, "of cuBLAS")

@@ -1,8 +1,8 @@
-"""The devices that a run has, as a target of a plan.
+"""The devices of a run as a Target.
 
-Accelerators have their numbers from the table of hardware.py. Of a CPU nobody publishes
-them: its matrix products and its memory are timed here, in less than half a second,
-and all devices that are simulated on it share what was found.
+Accelerators have their numbers from the table of hardware.py. Nobody publishes those of
+a CPU, so its matrix products and its memory are timed, in less than half a second, and
+all devices simulated on it share the result.
 """
 
 import dataclasses
@@ -18,52 +18,53 @@ from ..program.peaks import measure_bandwidth, peak_flops, planned_device
 def target_here(
     devices: Sequence[Any], dtype: str, hosts: Sequence[str] = ()
 ) -> Target:
-    """The target that these devices are; a ValueError says why they are none.
+    """Returns the target that these devices form; a ValueError says why they do not.
 
     Args:
       devices: of the mesh, as jax has them.
-      dtype: that products are computed in.
+      dtype: of matrix products.
       hosts: the host of each process, where there are several.
     """
-    kinds = sorted({device.device_kind for device in devices})
-    if len(kinds) > 1:
-        raise ValueError(f"the devices differ: {', '.join(kinds)}")
-    first = devices[0]
-    if first.platform == "cpu":
+    kind = _kind(devices)
+    if devices[0].platform == "cpu":
         return _cpu(devices, dtype)
-    device, peak = planned_device(kinds[0]), peak_flops(first, dtype)
+    device, peak = planned_device(kind), peak_flops(devices[0], dtype)
     if device is None or peak is None:
-        raise ValueError(f"the numbers of {kinds[0]} in {dtype} are not known")
-    available = _limit(first) or device.available
-    device = dataclasses.replace(device, flops=peak.flops, available=available)
-    if device.torus:
-        return _slices(device, devices)
-    nodes = len(set(hosts)) or 1
-    each, rest = divmod(len(devices), nodes)
-    if rest:
-        raise ValueError(f"{len(devices)} devices are not spread evenly on {nodes}")
-    return Target(f"{device.name}:{nodes}x{each}", device, (each,), nodes)
+        raise ValueError(f"the numbers of {kind} in {dtype} are not known")
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    device = dataclasses.replace(
+        device, flops=peak.flops, available=limit or device.available
+    )
+    return _joined(device, devices, len(set(hosts)) or 1)
 
 
 def published_target(devices: Sequence[Any]) -> Target:
-    """As `target_here`, by published figures alone: the same in all processes.
+    """As `target_here`, from published figures alone: the same in all processes."""
+    kind = _kind(devices)
+    device = planned_device(kind)
+    if device is None:
+        raise ValueError(f"the figures of {kind} are not known")
+    # A node is what jax calls a slice, otherwise the devices of one process.
+    node = [getattr(d, "slice_index", None) for d in devices]
+    nodes = len(set(node if None not in node else [d.process_index for d in devices]))
+    return _joined(device, devices, nodes)
 
-    A ValueError says why there are none.
-    """
+
+def _kind(devices: Sequence[Any]) -> str:
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
         raise ValueError(f"the devices differ: {', '.join(kinds)}")
-    device = planned_device(kinds[0])
-    if device is None:
-        raise ValueError(f"the figures of {kinds[0]} are not known")
+    return kinds[0]
+
+
+def _joined(device: Device, devices: Sequence[Any], nodes: int) -> Target:
     if device.torus:
         return _slices(device, devices)
-    # Devices of one node, as far as jax knows; otherwise those of one process.
-    node = [getattr(d, "slice_index", None) for d in devices]
-    nodes = len(set(node if None not in node else [d.process_index for d in devices]))
     each, rest = divmod(len(devices), nodes)
     if rest:
-        raise ValueError(f"{len(devices)} devices are not spread evenly on {nodes}")
+        raise ValueError(
+            f"{len(devices)} devices are not spread evenly on {nodes} nodes"
+        )
     return Target(f"{device.name}:{nodes}x{each}", device, (each,), nodes)
 
 
@@ -73,12 +74,12 @@ def _cpu(devices: Sequence[Any], dtype: str) -> Target:
     num, peak = len(devices), peak_flops(devices[0], dtype)
     assert peak is not None
     bandwidth = measure_bandwidth()
+    # To send is to read and to write in the memory that all devices share.
     device = Device(
         name=CPU,
         flops=peak.flops / num,
         hbm=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num,
         hbm_bandwidth=bandwidth / num,
-        # To send is to read and to write in the memory that all share.
         link=bandwidth / 2 / num,
         network=bandwidth / 2 / num,
         source="measured here",
@@ -87,7 +88,7 @@ def _cpu(devices: Sequence[Any], dtype: str) -> Target:
 
 
 def _slices(device: Device, devices: Sequence[Any]) -> Target:
-    """The shape of a slice is that of the chips' coordinates in it."""
+    """Returns whole slices; the coordinates of their chips give the shape."""
     slices: dict[int, list[Any]] = {}
     for one in devices:
         slices.setdefault(getattr(one, "slice_index", 0), []).append(one.coords)
@@ -98,13 +99,8 @@ def _slices(device: Device, devices: Sequence[Any]) -> Target:
     whole = len(shapes) == 1 and math.prod(*shapes) * len(slices) == len(devices)
     (shape, *_) = shapes
     if not whole or any(size > 1 for size in shape[device.torus :]):
-        raise ValueError(f"{len(devices)} {device.name} devices are no whole slices")
+        raise ValueError(f"{len(devices)} {device.name} devices are not whole slices")
     shape = shape[: device.torus]
     many = f"{len(slices)}x" if len(slices) > 1 else ""
     name = f"{many}{device.name}:{'x'.join(map(str, shape))}"
     return Target(name, device, shape, len(slices))
-
-
-def _limit(device: Any) -> float | None:
-    """What programs may use of its memory, where the device says it."""
-    return (device.memory_stats() or {}).get("bytes_limit")

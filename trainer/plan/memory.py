@@ -1,38 +1,31 @@
 """Bytes on a device at the moments of a step when most is alive.
 
-A step holds the state throughout. Beside it there are moments that can be the peak:
+A step holds the state throughout. Beside it, there are moments that can be the peak:
 
   head      the forward pass is done: what every block keeps, logits and their gradient
-  backward  the first block goes backward: what blocks keep, gradients of all blocks,
-            which the loop over blocks has room for from its start, and what one block
-            recomputes and differentiates
+  backward  the first block runs backward: what blocks keep, the gradients of all
+            blocks, for which the loop over blocks allocates from its start, and what
+            one block recomputes and differentiates
   update    gradients in float32 beside the state, which is updated in place
 
-Weights are cast to the type of computing once, before the loop over blocks: the
-compiler takes the cast out of the loop. They are gathered one block at a time, unless
-without remat, where a gathered weight is kept as any operand is. A pipeline gathers
-its stage's and the outside weights once and sums gradients of all microbatches whole,
-beside those of the microbatch at hand; it keeps what waits in its slots.
+Weights are cast to the compute dtype once, before the loop over blocks: the compiler
+hoists the cast. They are gathered one block at a time, except without remat, where a
+gathered weight is kept like any operand. A pipeline gathers the weights of its stage
+and those outside the blocks once, and sums the gradients of all microbatches, beside
+those of the current one; it keeps what waits in its slots.
 """
 
 import dataclasses
 import math
-from typing import Any
 
-from ..program.hardware import CARRIES_GATHERS
 from .arrays import Values, Weights, of_each, total_bytes
-from .cutting import FLOAT32
-from .scenario import Case, more_cut
-
-# Seen with 4 devices, and no longer with 8.
-UNROLLED = 4
-# Arrays up to this size were in a chip's fast memory, of 128 MiB, larger ones not.
-FAST = 2**26
+from .scenario import Case, axes_of, gathered_axes
+from .sharded import FLOAT32
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Something that takes memory at a moment; `detail` says which arrays in words."""
+    """Something that takes memory at a moment; `detail` names its arrays."""
 
     name: str
     bytes: int
@@ -50,7 +43,7 @@ class Memory:
 
     Attributes:
       state: what stays from step to step.
-      moments: by name, what there is beside it.
+      moments: by name, what is alive beside it.
     """
 
     state: tuple[Part, ...]
@@ -62,7 +55,7 @@ class Memory:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All that makes up the peak."""
+        """Everything that makes up the peak."""
         return (*self.state, *self.moments[self.peak_moment])
 
     @property
@@ -79,16 +72,17 @@ class Memory:
 
 
 def memory(case: Case) -> Memory:
-    moments = _pipeline_moments(case) if case.pipeline else _moments(case)
     if case.target.device.platform == "gpu":
-        from .gpu import on_gpu  # which needs Part
-
-        moments = on_gpu(case, moments)
+        from .gpu import GpuMoments as kind  # which needs Moments
+    else:
+        kind = Moments
+    found = kind(case)
+    moments = found.pipelined() if case.pipeline else found.scanned()
     return Memory(state_parts(case), moments)
 
 
 def state_parts(case: Case) -> tuple[Part, ...]:
-    """What stays from step to step; neither remat nor microbatches change it."""
+    """Returns what stays from step to step, whatever remat and microbatches are."""
     return (
         part(case, "parameters", "", Weights("params")),
         part(case, "optimizer state", "", Weights("opt_state")),
@@ -96,274 +90,254 @@ def state_parts(case: Case) -> tuple[Part, ...]:
     )
 
 
-def _moments(case: Case) -> dict[str, tuple[Part, ...]]:
-    costs = case.costs
-    gradients = Weights("gradients", itemsize=FLOAT32)
-    head = Weights("compute", costs.head.weight, case.itemsize)
-    residual = Values(costs.residual, 3)
-    kept, sums = _kept(case), ()
-    if case.num_microbatches > 1:
-        sums = (part(case, "gradient sums", "of microbatches", gradients),)
-    common = (*sums, _cast(case), *kept)
-    return {
-        "head": (
-            *common,
-            _logits(case),
-            part(case, "weights, gathered", "of the head", head),
-            part(case, "residual stream", "before and after the last norm", residual),
-        ),
-        "backward": (
-            *common,
-            *_gradients(case),
-            _gathered_block(case),
-            _stream(case),
-            *_late_head(case),
-            _working(case),
-        ),
-        "update": (*sums, part(case, "gradients", "of all", gradients)),
-    }
+class Moments:
+    """What is alive beside the state; on a TPU, and as far as is known on a CPU."""
 
+    def __init__(self, case: Case):
+        self.case, self.costs, self.fitted = case, case.costs, case.fitted
+        self.late = case.config.pipeline.gather == "microbatch"
+        # Whether a block's products are split over devices, and recomputed.
+        first = next((p for p in case.costs.products if p.summed), None)
+        self.is_split = bool(first and axes_of(case, first, first.summed))
+        self.repeats_split = self.is_split and case.costs.repeats_sums
+        # Whether the head's gradient comes after those of all blocks.
+        self.head_last = bool(case.target.device.torus) and case.target.num_slices > 1
 
-def _pipeline_moments(case: Case) -> dict[str, tuple[Part, ...]]:
-    assert case.pipeline is not None
-    costs, residual = case.costs, case.costs.residual
-    slots, R = case.pipeline.schedule.num_slots, case.pipeline.schedule.num_chunks
-    layers = case.layers // R
-    if costs.keeps_weights:
-        # Every microbatch in flight has all that its layers keep, and their result.
-        in_flight = part(
-            case,
-            "in flight",
-            f"{slots} microbatches' values",
-            *of_each(costs.kept, slots * layers),
-            *of_each((*costs.kept_once, residual), slots),
+    def part(self, name: str, detail: str, *arrays: Weights | Values) -> Part:
+        return part(self.case, name, detail, *arrays)
+
+    def scanned(self) -> dict[str, tuple[Part, ...]]:
+        """Returns the moments of a loop over blocks."""
+        common = (*self.sums(), self.cast(), *self.kept())
+        return {
+            "head": (*common, self.logits(), self.gathered_head(), self.head_stream()),
+            "backward": (
+                *common,
+                *self.gradients(),
+                self.gathered_block(),
+                self.block_stream(),
+                *self.late_head(),
+                self.working(),
+            ),
+            "update": (*self.sums(), self.all_gradients()),
+        }
+
+    def pipelined(self) -> dict[str, tuple[Part, ...]]:
+        """Returns the moments of a stage."""
+        case, (in_flight, chunk) = self.case, self.in_flight()
+        assert case.pipeline is not None
+        R = case.pipeline.schedule.num_chunks
+        streams = self.fitted.stage_streams
+        streams += self.fitted.split_streams if self.repeats_split else 0
+        stream = Values(self.costs.residual, streams)
+        sums = Weights("gradients" if self.late else "compute", itemsize=FLOAT32)
+        common = (
+            self.part("gradient sums", "of the stage and outside", sums),
+            in_flight,
+            self.part("residual stream", "between stages", stream),
         )
-        chunk = ()
-    else:
-        words = f"{slots} inputs of chunks"
-        in_flight = part(case, "in flight", words, Values(residual, slots))
-        kept = of_each(costs.kept, layers)
-        chunk = (part(case, "kept", "of one microbatch", *kept),)
-    late = case.config.pipeline.gather == "microbatch"
-    common = (
-        _gradient_sums(case, late),
-        in_flight,
-        part(
-            case,
-            "residual stream",
-            "between stages",
-            Values(residual, 4 + _waiting(case)),
-        ),
-    )
-    # Gathered once a microbatch, weights travel as they are computed with, one layer at
-    # a time, and so do their gradients. Otherwise those outside the blocks, and of one
-    # chunk of several, are cast before they are added.
-    outside = outside_gradients(case, case.itemsize if late else FLOAT32)
-    itemsize = case.itemsize if late or R == 1 else FLOAT32
-    stage = Weights("compute", "blocks", itemsize, 1 / (case.layers if late else R))
-    logits = Values(costs.logits, 1 / case.num_stages)
-    gradients = Weights("gradients", itemsize=FLOAT32)
-    return {
-        "head": (
-            _stage_weights(case, "outside" if late else "all"),
-            *common,
-            part(case, "logits", "of a stage's part", logits),
-            part(case, "gradients", "outside the blocks, of one microbatch", *outside),
-        ),
-        "backward": (
-            _stage_weights(case, "blocks" if late else "all"),
-            *common,
-            *chunk,
-            part(case, "gradients", "of one microbatch", stage),
-            _working(case),
-        ),
-        "update": (part(case, "gradients", "of all", gradients),),
-    }
+        # Gathered once a microbatch, weights travel in the compute dtype, one layer at
+        # a time, and so do their gradients. Otherwise those outside the blocks, and of
+        # one chunk of several, are cast before they are added.
+        outside = self.outside_gradients(case.itemsize if self.late else FLOAT32)
+        size = case.itemsize if self.late or R == 1 else FLOAT32
+        share = 1 / (case.layers if self.late else R)
+        stage = Weights("compute", "blocks", size, share)
+        logits = Values(self.costs.logits, 1 / case.num_stages)
+        words = "outside the blocks, of one microbatch"
+        return {
+            "head": (
+                self.stage_weights("outside" if self.late else "all"),
+                *common,
+                self.part("logits", "of a stage's part", logits),
+                self.part("gradients", words, *outside),
+            ),
+            "backward": (
+                self.stage_weights("blocks" if self.late else "all"),
+                *common,
+                *chunk,
+                self.part("gradients", "of one microbatch", stage),
+                self.working(),
+            ),
+            "update": (self.all_gradients(),),
+        }
 
+    def in_flight(self) -> tuple[Part, tuple[Part, ...]]:
+        """Returns what waits in the slots of a stage, and what one microbatch keeps."""
+        case, costs = self.case, self.costs
+        assert case.pipeline is not None
+        slots, layers = case.pipeline.schedule.num_slots, case.chunk_layers
+        if not costs.keeps_weights:
+            inputs = Values(costs.residual, slots)
+            kept = of_each(costs.kept, layers)
+            return (
+                self.part("in flight", f"{slots} inputs of chunks", inputs),
+                (self.part("kept", "of one microbatch", *kept),),
+            )
+        # Each microbatch in flight has all that its layers keep, and their result.
+        values = of_each(costs.kept, slots * layers)
+        values += of_each((*costs.kept_once, costs.residual), slots)
+        return self.part("in flight", f"{slots} microbatches' values", *values), ()
 
-def outside_gradients(case: Case, itemsize: int) -> list[Weights]:
-    """Of weights outside the blocks, for one microbatch."""
-    found = [Weights("compute", "outside", itemsize)]
-    if case.costs.head.weight == "embedding":
-        # Of the look-up and of the head, before they are added.
-        found.append(Weights("compute", "embedding", itemsize))
-    return found
+    def outside_gradients(self, itemsize: int) -> list[Weights]:
+        """Returns those of weights outside the blocks, for one microbatch."""
+        found = [Weights("compute", "outside", itemsize)]
+        if self.costs.is_tied:
+            # Of the look-up and of the head, before they are added.
+            found.append(Weights("compute", self.costs.table, itemsize))
+        return found
 
+    def stage_weights(self, which: str) -> Part:
+        """Returns the gathered weights: "all" for the step, or those in use."""
+        case = self.case
+        assert case.pipeline is not None
+        R = case.pipeline.schedule.num_chunks
+        size = case.itemsize
+        outside = Weights("compute", "outside", size, tiled_as=FLOAT32)
+        # Of several chunks the current one is copied out, for the loop over its layers.
+        times, words = (1 + 1 / R if R > 1 else 1), "of the stage and outside"
+        if which != "all":
+            num = 1 if case.layers == R else 2
+            times, words = num / case.layers, f"of {num} layer{'s' * (num > 1)}"
+        blocks = Weights("compute", "blocks", size, times, tiled_as=FLOAT32)
+        found = {"all": (blocks, outside), "blocks": (blocks,), "outside": (outside,)}
+        words = "outside the blocks" if which == "outside" else words
+        return self.part("weights, gathered", words, *found[which])
 
-def _stage_weights(case: Case, which: str) -> Part:
-    """Weights that a stage has gathered: "all" for the step, or those at hand."""
-    assert case.pipeline is not None
-    R = case.pipeline.schedule.num_chunks
-    outside = Weights("compute", "outside", case.itemsize, tiled_as=FLOAT32)
-    # Of several chunks the one at hand is copied out, for the loop over its layers.
-    times, words = (1 + 1 / R if R > 1 else 1), "of the stage and outside"
-    if which != "all":
-        num = 1 if case.layers == R else 2
-        times, words = num / case.layers, f"of {num} layer{'s' * (num > 1)}"
-    blocks = Weights("compute", "blocks", case.itemsize, times, tiled_as=FLOAT32)
-    found = {"all": (blocks, outside), "blocks": (blocks,), "outside": (outside,)}
-    words = "outside the blocks" if which == "outside" else words
-    return part(case, "weights, gathered", words, *found[which])
+    def sums(self) -> tuple[Part, ...]:
+        if self.case.num_microbatches == 1:
+            return ()
+        gradients = Weights("gradients", itemsize=FLOAT32)
+        return (self.part("gradient sums", "of microbatches", gradients),)
 
+    def all_gradients(self) -> Part:
+        return self.part("gradients", "of all", Weights("gradients", itemsize=FLOAT32))
 
-def _gradient_sums(case: Case, late: bool) -> Part:
-    tree = "gradients" if late else "compute"
-    sums = Weights(tree, itemsize=FLOAT32)
-    return part(case, "gradient sums", "of the stage and outside", sums)
+    def kept(self) -> list[Part]:
+        layers = self.case.layers
+        found = [
+            self.part("kept", f"{a.name} of {layers} blocks", Values(a, layers))
+            for a in self.costs.kept
+        ]
+        if self.costs.keeps_weights:
+            weights = Weights("compute", "matrices", self.case.itemsize)
+            kept = self.part("kept", "gathered weights of all blocks", weights)
+            found += [kept] if kept.bytes else []
+        return found
 
+    def head_stream(self) -> Part:
+        stream = Values(self.costs.residual, self.fitted.head_streams)
+        return self.part("residual stream", "before and after the last norm", stream)
 
-def _kept(case: Case) -> list[Part]:
-    found = []
-    for array in case.costs.kept:
-        words = f"{array.name} of {case.layers} blocks"
-        found.append(part(case, "kept", words, Values(array, case.layers)))
-    if case.costs.keeps_weights:
-        weights = Weights("compute", "matrices", case.itemsize)
-        kept = part(case, "kept", "gathered weights of all blocks", weights)
-        found += [kept] if kept.bytes else []
-    return found
+    def block_stream(self) -> Part:
+        """Returns the stream while a block runs backward.
 
-
-def _waiting(case: Case) -> int:
-    """Arrays of the stream that wait while a block of a stage goes backward.
-
-    Where heads are cut over devices: sums over devices and what was normed of them,
-    which are stored then. Counted in compiled programs.
-    """
-    return 4 if _cuts_heads(case) and "out" in case.costs.recomputed else 0
-
-
-def _stream(case: Case) -> Part:
-    """The stream while a block goes backward, of which heads may be cut over devices.
-
-    Of a block that is done again the normed inputs of attention and MLP wait for the
-    gradients of their weights: gathered whole, where the stream is cut by position
-    (`sequence`). Otherwise the chip's fast memory holds them if they are small.
-    """
-    stream, words = case.costs.residual, "input, gradient, sum"
-    arrays = [Values(stream, 3)]
-    if _cuts_heads(case) and "out" in case.costs.recomputed:
-        whole = _whole_stream(case)
-        if case.bytes(whole) > case.bytes(stream) or case.bytes(whole) > FAST:
-            arrays.append(Values(whole, 2))
+        Where heads are sharded and the block is recomputed, the normed inputs of its
+        phases, with all positions, wait for the gradients of their weights.
+        """
+        stream, words = self.costs.residual, "input, gradient, sum"
+        arrays = [Values(stream, self.fitted.block_streams)]
+        if self.repeats_split:
+            arrays.append(Values(self.costs.gathered, 2))
             words += "; normed inputs"
-    return part(case, "residual stream", words, *arrays)
+        return self.part("residual stream", words, *arrays)
 
+    def late_head(self) -> tuple[Part, ...]:
+        """Returns what the head's gradient needs, where it follows all blocks'.
 
-def _late_head(case: Case) -> tuple[Part, ...]:
-    """Logits and the head's input, where the head's gradient follows all blocks'.
+        The compiler puts it there if heads are sharded and blocks are recomputed; with
+        `sequence` only where gathers overlap, or if the head's ring is not a loop.
+        """
+        case, logits = self.case, Values(self.costs.logits)
+        if not self.repeats_split or self.head_last:
+            return ()
+        if case.bytes(self.costs.gathered) == case.bytes(self.costs.residual):
+            return (self.part("logits", "for the head's gradient", logits),)
+        unrolled = case.scatters_in_ring(self.head_axes()) and not self.head_loops()
+        if not self.fitted.overlaps_gathers(case.target.device.name) and not unrolled:
+            return ()
+        words = "and the head's input, for its gradient"
+        return (self.part("logits", words, logits, Values(self.costs.gathered)),)
 
-    The compiler puts it there if heads are cut and blocks are done again; with
-    `sequence` only on v5e, or if its ring is no loop. Found in live ranges of programs.
-    """
-    costs = case.costs
-    if not _cuts_heads(case) or "out" not in costs.recomputed or _head_waits(case):
-        return ()
-    whole = _whole_stream(case)
-    if case.bytes(whole) == case.bytes(costs.residual):
-        return (part(case, "logits", "for the head's gradient", Values(costs.logits)),)
-    axes = _scattered(case)
-    unrolled = case.scatters_in_ring(axes) and not _is_loop(case, axes)
-    if case.target.device.name != CARRIES_GATHERS and not unrolled:
-        return ()
-    arrays = Values(costs.logits), Values(whole)
-    return (part(case, "logits", "and the head's input, for its gradient", *arrays),)
+    def working(self) -> Part:
+        """Returns what the largest phase of one block's backward pass has alive."""
+        parts = [
+            self.part(
+                "working",
+                f"{phase.name} of one block",
+                *of_each(phase.arrays + (phase.if_split if self.is_split else ())),
+            )
+            for phase in self.costs.working
+        ]
+        return max(parts, key=lambda found: found.bytes)
 
+    def logits(self) -> Part:
+        """Returns logits, and their gradient where it is not fused into its uses.
 
-def _whole_stream(case: Case) -> Any:
-    """The stream as products take it, with all positions."""
-    axes = ("batch", "length", "embed")
-    return dataclasses.replace(case.costs.residual, name="normed", axes=axes)
+        If the ring of the head's gradient is a loop, what it reads must be stored. With
+        one example per device the products are plain ones, whose operands are stored,
+        and so are a GPU's. Over several slices the gradient comes later.
+        """
+        case = self.case
+        one_row = case.rows == case.ways(("batch",), (case.rows,))
+        stored = self.head_loops() or one_row or not case.target.device.torus
+        if stored and not self.head_last:
+            both = Values(self.costs.logits, 2)
+            return self.part("logits", "and their gradient", both)
+        return self.part("logits", "", Values(self.costs.logits))
 
+    def head_axes(self) -> tuple[str, ...]:
+        """Returns the axes over which the gradient of the head is scattered."""
+        stored, whole = (
+            next(a for a in tree.arrays if a.path == self.costs.head.weight)
+            for tree in (self.case.gradients, self.case.compute)
+        )
+        return gathered_axes(stored, whole)
 
-def _cuts_heads(case: Case) -> bool:
-    scores = next(p for p in case.costs.products if p.name == "scores")
-    heads = scores.axes.index("heads")
-    return bool(case.cuts(("heads",), (scores.shape[heads],)))
+    def head_loops(self) -> bool:
+        axes = self.head_axes()
+        size = math.prod(self.case.sizes[axis] for axis in axes)
+        return self.case.scatters_in_ring(axes) and size > self.fitted.loop_devices
 
+    def gradients(self) -> tuple[Part, ...]:
+        """Returns the gradients that exist when blocks run backward.
 
-def _working(case: Case) -> Part:
-    """What is alive in one block's backward pass: attention's part or the MLP's."""
-    costs = case.costs
-    cut = costs.attention_cut if _cuts_heads(case) else ()
-    attention = costs.attention + cut
-    parts = [
-        part(case, "working", f"{name} of one block", *of_each(arrays))
-        for name, arrays in (("attention", attention), ("mlp", costs.mlp))
-    ]
-    return max(parts, key=lambda found: found.bytes)
+        Over several slices the head's comes last, and logits wait for it.
+        """
+        blocks = Weights("gradients", "blocks", FLOAT32)
+        if not self.head_last:
+            head = Weights("gradients", self.costs.head.weight, FLOAT32)
+            return (self.part("gradients", "of blocks and head", blocks, head),)
+        logits = Values(self.costs.logits)
+        return (
+            self.part("gradients", "of blocks", blocks),
+            self.part("logits", "for the head's gradient", logits),
+        )
 
+    def cast(self) -> Part:
+        """Returns the cast block matrices, if they are stored in another dtype."""
+        size = self.case.itemsize
+        is_same = all(a.itemsize == size for a in self.case.params.arrays)
+        arrays = () if is_same else (Weights("params", "matrices", size),)
+        return self.part("weights, cast", "of all blocks, as stored", *arrays)
 
-def _logits(case: Case) -> Part:
-    """Logits, and their gradient where the compiler does not fuse it into its uses.
+    def gathered_block(self) -> Part:
+        """Returns the matrices of a block; vectors are small and not gathered."""
+        case = self.case
+        block = Weights("compute", "matrices", case.itemsize, 1 / case.layers)
+        return self.part("weights, gathered", "of one block", block)
 
-    A ring of the head's gradient is a loop, and what a loop reads must be stored; up to
-    UNROLLED devices it is no loop. Where a device has one example only, its products
-    are plain ones and take stored operands, and so do a GPU's. Over several slices the
-    head's gradient comes later, from the logits.
-    """
-    is_loop = _is_loop(case, _scattered(case))
-    one_row = case.rows == case.ways(("batch",), (case.rows,))
-    if not _head_waits(case) and (is_loop or one_row or not case.target.device.torus):
-        return part(case, "logits", "and their gradient", Values(case.costs.logits, 2))
-    return part(case, "logits", "", Values(case.costs.logits))
-
-
-def _scattered(case: Case) -> tuple[str, ...]:
-    """The axes over which the gradient of the head is scattered."""
-    head = case.costs.head.weight
-    stored, whole = (
-        next(a for a in tree.arrays if a.path == head)
-        for tree in (case.gradients, case.compute)
-    )
-    return more_cut(stored, whole)
-
-
-def _is_loop(case: Case, axes: tuple[str, ...]) -> bool:
-    size = math.prod(case.sizes[axis] for axis in axes)
-    return case.scatters_in_ring(axes) and size > UNROLLED
-
-
-def _head_waits(case: Case) -> bool:
-    """Whether the head's gradient comes after those of all blocks."""
-    return bool(case.target.device.torus) and case.target.num_slices > 1
-
-
-def _gradients(case: Case) -> tuple[Part, ...]:
-    """Gradients there are when blocks go backward.
-
-    Over several slices the head's comes after those of all blocks: logits wait for it.
-    """
-    blocks = Weights("gradients", "blocks", FLOAT32)
-    if not _head_waits(case):
-        head = Weights("gradients", case.costs.head.weight, FLOAT32)
-        return (part(case, "gradients", "of blocks and head", blocks, head),)
-    logits = Values(case.costs.logits)
-    return (
-        part(case, "gradients", "of blocks", blocks),
-        part(case, "logits", "for the head's gradient", logits),
-    )
-
-
-def _cast(case: Case) -> Part:
-    """Of stored block matrices, where they are stored in another type."""
-    is_same = all(a.itemsize == case.itemsize for a in case.params.arrays)
-    arrays = () if is_same else (Weights("params", "matrices", case.itemsize),)
-    return part(case, "weights, cast", "of all blocks, as stored", *arrays)
-
-
-def _gathered_block(case: Case) -> Part:
-    """Its matrices; vectors are small and stay as they are."""
-    block = Weights("compute", "matrices", case.itemsize, 1 / case.layers)
-    return part(case, "weights, gathered", "of one block", block)
+    def gathered_head(self) -> Part:
+        head = Weights("compute", self.costs.head.weight, self.case.itemsize)
+        return self.part("weights, gathered", "of the head", head)
 
 
 def _batch_bytes(case: Case) -> int:
-    """Inputs, targets and weights; where documents are kept apart, two more."""
+    """Returns inputs, targets and weights, and two more for separate documents."""
     num = 5 if getattr(case.config.data, "separate_documents", False) else 3
     shape = (case.config.batch_size, case.length)
     ways = case.ways(("batch", "length"), shape)
-    return num * FLOAT32 * case.config.batch_size * case.length // ways
+    return num * FLOAT32 * math.prod(shape) // ways
 
 
 def _total(parts: tuple[Part, ...]) -> int:

@@ -1,4 +1,4 @@
-"""`plan(config, target)`: memory, FLOPs, traffic and time of a step, by closed form."""
+"""Forecasts memory, FLOPs, traffic and time of a step, by the closed form."""
 
 import dataclasses
 import functools
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Forecast:
     """What a step of a config costs on each device of a target.
 
     Attributes:
-      chosen: how what was left open in the config was filled, if it was asked.
+      chosen: how what the config leaves open was filled, if it was.
     """
 
     case: Case
@@ -51,12 +51,12 @@ class Plan:
 
     @property
     def given(self) -> "Config":
-        """The config before what it leaves open was chosen."""
+        """The config as it was before open settings were chosen."""
         return self.chosen.given if self.chosen else self.config
 
     @property
     def choice(self) -> str:
-        """What was chosen, in a line; empty where nothing was."""
+        """What was chosen, in one line; empty if nothing was."""
         return self.chosen.line if self.chosen else ""
 
     @property
@@ -69,24 +69,21 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs at the peak over the step's time, if all overlaps perfectly."""
+        """An upper bound of the model FLOPs utilization: everything overlaps."""
         return self.flops.model / self.target.device.flops / self.roofline.overlapped
 
     @property
     def seconds_an_example(self) -> float:
-        """What plans are compared by."""
+        """What forecasts are compared by."""
         return self.roofline.step / self.config.batch_size
 
     def next_limit(self) -> str:
-        """What runs out first if the batch grows."""
-        times = 1
-        while times < MOST_ROWS:
-            grown = 2 * times * self.config.batch_size
-            bigger = Plan(
-                make_case(
-                    dataclasses.replace(self.config, batch_size=grown), self.target
-                )
-            )
+        """Says what runs out first if the batch grows."""
+        grown = self.config.batch_size
+        while grown < MOST_GROWTH * self.config.batch_size:
+            grown *= 2
+            config = dataclasses.replace(self.config, batch_size=grown)
+            bigger = Forecast(make_case(config, self.target))
             if not bigger.fits:
                 largest = max(bigger.memory.parts, key=lambda part: part.bytes)
                 share = bigger.memory.peak / self.target.device.usable
@@ -94,12 +91,11 @@ class Plan:
                     f"memory, at batch {grown}: {share:.0%} of it, most of that "
                     f"{largest.name} ({largest.detail or 'state'})"
                 )
-            times *= 2
         slowest = max(self.roofline.parts.items(), key=lambda part: part[1])
         return f"nothing up to batch {grown}; most of the time goes to {slowest[0]}"
 
     def to_json(self) -> dict[str, Any]:
-        """All figures, for json.dumps; bytes, FLOPs and seconds of one device."""
+        """Returns all figures for json.dumps; bytes, FLOPs and seconds per device."""
         case, device = self.case, self.target.device
         return {
             "target": {
@@ -144,22 +140,21 @@ class Plan:
         }
 
 
-# Times the batch, when looking for what runs out first.
-MOST_ROWS = 64
+MOST_GROWTH = 64  # of the batch, in `next_limit`
 
 
-def plan(
+def forecast(
     config: "Config",
     target: Target | str,
     *,
     mesh: MeshSpec | str | None = None,
     batch: int | None = None,
-) -> Plan:
-    """The plan of a config for devices that need not be here.
+) -> Forecast:
+    """Forecasts a config's step on devices that need not be here.
 
     Args:
-      mesh: instead of the config's; an axis of -1 takes the devices left over.
-      batch: batch_size instead of the config's.
+      mesh: replaces the config's; an axis of -1 takes the devices left over.
+      batch: replaces the config's batch_size.
     """
     if isinstance(target, str):
         target = parse_target(target)
@@ -169,8 +164,8 @@ def plan(
         config = dataclasses.replace(config, mesh=mesh)
     if batch is not None:
         config = dataclasses.replace(config, batch_size=batch)
-    from .choosing import choose  # which needs Plan
+    from .choosing import choose  # which needs Forecast
 
     sizes = mesh_sizes(config.mesh.abstract(target.num_devices))
     chosen = choose(config, sizes, target)
-    return Plan(make_case(chosen.config, target), chosen)
+    return Forecast(make_case(chosen.config, target), chosen)

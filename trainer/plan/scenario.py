@@ -1,4 +1,4 @@
-"""A config on a mesh of devices that need not be here: what every forecast reads.
+"""A config on a mesh of devices that need not be here: what a forecast is made from.
 
 All of it comes from shapes: the abstract state, the resolver, the pipeline's schedule
 and the model's own account of what it keeps and multiplies (models/costs.py).
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from ...sharding import MeshSpec, Resolved, Rules
 from ...sharding.mesh import mesh_sizes
-from ...sharding.rules import Role
 from ...sharding.tree import ResolvedArray
 from ..program.hardware import Target
 from ..program.pipelining import Staging, make_staging
 from ..program.rules import name_settings
 from ..program.state import State, make_layout
-from .cutting import Cutting
+from .fitted import Fitted, fitted_to
+from .sharded import Sharded
 
 if TYPE_CHECKING:
     from ..run.train import Config
@@ -37,10 +37,8 @@ class Case:
 
     config: "Config"
     target: Target
-    spec: MeshSpec
     sizes: dict[str, int]
-    rules: Rules
-    cutting: Cutting
+    sharded: Sharded
     pipeline: Staging | None
     num_microbatches: int
     rows: int
@@ -48,76 +46,86 @@ class Case:
     costs: Any
 
     @property
+    def spec(self) -> MeshSpec:
+        return self.config.mesh
+
+    @property
     def num_stages(self) -> int:
         return self.sizes["pipe"]
 
     @property
     def layers(self) -> int:
-        """Layers that a device computes with."""
+        """Layers on a device."""
         return self.config.model.num_layers // self.num_stages  # type: ignore
 
     @property
+    def chunk_layers(self) -> int:
+        """Layers of a device that run in one go: of a chunk of its stage, or all."""
+        chunks = self.pipeline.schedule.num_chunks if self.pipeline else 1
+        return self.layers // chunks
+
+    @property
     def itemsize(self) -> int:
-        """Of what the model computes in."""
+        """Of the compute dtype."""
         return jnp.dtype(self.config.model.compute_dtype).itemsize  # type: ignore
 
     @property
+    def fitted(self) -> Fitted:
+        return fitted_to(self.target.device.platform)
+
+    @property
     def params(self) -> Resolved:
-        return self.cutting.params
+        return self.sharded.params
 
     @property
     def opt_state(self) -> Resolved:
-        return self.cutting.opt_state
+        return self.sharded.opt_state
 
     @property
     def gradients(self) -> Resolved:
-        return self.cutting.gradients
+        return self.sharded.gradients
 
     @property
     def compute(self) -> Resolved:
-        return self.cutting.compute
+        return self.sharded.compute
 
-    def ways(self, axes: Any, shape: Sequence[int], role: Role = "compute") -> int:
-        return math.prod(self.sizes[axis] for axis in self.cuts(axes, shape, role))
+    def ways(self, axes: Any, shape: Sequence[int]) -> int:
+        """Returns into how many shards an array is split."""
+        return math.prod(self.sizes[axis] for axis in self.mesh_axes(axes, shape))
 
-    def cuts(
-        self, axes: Any, shape: Sequence[int], role: Role = "compute"
-    ) -> tuple[str, ...]:
-        """The mesh axes that cut an array."""
-        return tuple(a for cut in self.cutting.cuts(axes, shape, role) for a in cut)
+    def mesh_axes(self, axes: Any, shape: Sequence[int]) -> tuple[str, ...]:
+        """Returns the mesh axes that shard an array, as it is computed with."""
+        found = self.sharded.mesh_axes(axes, shape, "compute")
+        return tuple(axis for each in found for axis in each)
 
-    def bytes(self, array: Any, *, share: float = 1.0) -> int:
-        """What a device stores of an array of the model's costs.
-
-        Args:
-          share: the part of it that this device has for another reason.
-        """
-        return round(array.count * share * self.cutting.bytes(array))
+    def bytes(self, array: Any) -> int:
+        """Returns what a device stores of an array of the model's costs."""
+        return array.count * self.sharded.bytes(array)
 
     def resident(self, tree: Resolved, itemsize: int | None = None) -> dict[str, int]:
-        """Bytes on a device of each array of a tree, in its own type or another."""
-        return self.cutting.resident(tree, itemsize)
+        """Returns bytes on a device of each array, in its own dtype or another."""
+        return self.sharded.resident(tree, itemsize)
 
     def is_block(self, path: str) -> bool:
-        return path.startswith("blocks/")
+        return path.startswith(self.costs.stack)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes that cut the examples."""
-        return self.cuts(("batch",), (self.rows,))
+        """Mesh axes that shard the examples."""
+        return self.mesh_axes(("batch",), (self.rows,))
 
     def takes_slice(self, axes: Sequence[str]) -> bool:
-        """Whether groups along these axes are whole slices of a 3-D torus with rings.
+        """Returns whether groups along these axes are whole slices that wrap around.
 
-        There the compiler makes all-reduces of scatters (seen on v5p).
+        There the compiler turns scatters into all-reduces (on v5p, libtpu 0.0.51).
         """
         size, target = math.prod(self.sizes[axis] for axis in axes), self.target
         return all(target.wrap) and size == math.prod(target.shape)
 
     def scatters_in_ring(self, axes: Sequence[str]) -> bool:
-        """Whether a gradient's product and its scatter over `axes` become one ring.
+        """Returns whether a gradient's product and its scatter become one ring.
 
-        The compiler for TPUs does that where no other axis cuts the batch: then the
+        The compiler for TPUs does that where no other axis shards the batch: then the
         scatter is all that the sum over devices needs.
         """
         return (
@@ -128,9 +136,9 @@ class Case:
 
 
 def make_case(config: "Config", target: Target) -> Case:
-    """Checks a config against a target; errors are those that a run would give.
+    """Checks a config against a target, with the errors that a run would give.
 
-    What is left to be chosen has its plain value here; choosing.py chooses.
+    Open settings have their plain values here; choosing.py fills them.
     """
     with name_settings(config):
         return _make_case(config, target)
@@ -141,13 +149,13 @@ def _make_case(config: "Config", target: Target) -> Case:
     for name in ("costs", "model_flops"):
         if not hasattr(model, name):
             raise ValueError(
-                f"model {type(model).__name__} has no method `{name}`, so a plan "
+                f"model {type(model).__name__} has no method `{name}`, so a forecast "
                 "cannot know what its step keeps and multiplies. Write one as "
-                "models/transformer.py does, or see its parameters alone with meshloom "
-                "explain."
+                "models/transformer.py does, or look at its parameters alone with "
+                "meshloom explain."
             )
-    spec = _with_slices(config.mesh, target)
-    mesh = spec.abstract(target.num_devices)
+    _check_slices(config.mesh, target)
+    mesh = config.mesh.abstract(target.num_devices)
     sizes, rules = mesh_sizes(mesh), config.make_rules()
     pipeline = make_staging(
         model,
@@ -163,47 +171,39 @@ def _make_case(config: "Config", target: Target) -> Case:
     num, length = num or 1, _length(config)
     rows = config.batch_size // num
     is_torus = bool(target.device.torus)
-    cut = _cutting(
+    sharded = _sharded(
         _shaped(model), config.optimizer, rules, tuple(sizes.items()), is_torus
     )
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
         name = f"batch_size {config.batch_size}{what}"
-        cut.cuts(("batch", "length"), (count, length), "compute", name)
+        sharded.mesh_axes(("batch", "length"), (count, length), "compute", name)
+    costs = _costs(model, rows, length, target.device.platform)
+    if pipeline is not None and pipeline.simulation.recomputes_once:
+        # Under full remat a chunk of one layer is recomputed once, not twice.
+        costs = dataclasses.replace(costs, recomputed=frozenset())
     return Case(
         config=config,
         target=target,
-        spec=spec,
         sizes=sizes,
-        rules=rules,
-        cutting=cut,
+        sharded=sharded,
         pipeline=pipeline,
         num_microbatches=num,
         rows=rows,
         length=length,
-        costs=_staged_costs(
-            _costs(model, rows, length, target.device.platform), pipeline
-        ),
+        costs=costs,
     )
-
-
-def _staged_costs(costs: Any, pipeline: Staging | None) -> Any:
-    """Under full remat a chunk of one layer is computed again once, not twice."""
-    if pipeline is None or not pipeline.simulation.recomputes_once:
-        return costs
-    return dataclasses.replace(costs, recomputed=frozenset())
 
 
 def _shaped(model: Any) -> Any:
-    """The model under one remat policy, which changes no shape."""
-    return (
-        dataclasses.replace(model, remat="none") if hasattr(model, "remat") else model
-    )
+    """Returns the model under one remat policy, which changes no shape."""
+    has_remat = hasattr(model, "remat")
+    return dataclasses.replace(model, remat="none") if has_remat else model
 
 
 @functools.lru_cache(maxsize=16)
 def _abstract_state(model: Any, optimizer: Any, rules: Rules) -> tuple[State, State]:
-    """Shapes of the state and their logical axes; no mesh changes either."""
-    # What the learning rate is matters to no shape.
+    """Returns shapes of the state and their logical axes; no mesh changes either."""
+    # The learning rate changes no shape.
     tx = optimizer.make(lambda step: 0.0, model.axes())
     layout = make_layout(
         model,
@@ -215,17 +215,17 @@ def _abstract_state(model: Any, optimizer: Any, rules: Rules) -> tuple[State, St
     return layout.abstract, layout.axes
 
 
-# One mesh is asked for many times in a row, then no more.
+# A mesh is asked for many times in a row, then never again.
 @functools.lru_cache(maxsize=16)
-def _cutting(
+def _sharded(
     model: Any,
     optimizer: Any,
     rules: Rules,
     sizes: tuple[tuple[str, int], ...],
     tiled: bool,
-) -> Cutting:
+) -> Sharded:
     state, axes = _abstract_state(model, optimizer, rules)
-    return Cutting(rules, dict(sizes), tiled, state, axes)
+    return Sharded(rules, dict(sizes), tiled, state, axes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,8 +233,8 @@ def _costs(model: Any, rows: int, length: int, platform: str) -> Any:
     return model.costs(rows, length, platform=platform)
 
 
-def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:
-    """The mesh; over several TPU slices it must say which axis crosses them."""
+def _check_slices(spec: MeshSpec, target: Target) -> None:
+    """Over several TPU slices a mesh must say which axis crosses them."""
     crossed = math.prod((spec.dcn or {}).values())
     if target.device.torus and crossed != target.num_slices:
         num = target.num_slices
@@ -244,22 +244,30 @@ def _with_slices(spec: MeshSpec, target: Target) -> MeshSpec:
             f"data={num}/{num},fsdp=-1."
             if num > 1
             else f"mesh {spec} has a dcn part, but target {target.name} is one slice. "
-            "Leave the part after / out."
+            "Leave out the part after /."
         )
-    return spec
 
 
 def _length(config: "Config") -> int:
     length = getattr(config.data, "length", None)
     if length is None:
         raise ValueError(
-            f"data {type(config.data).__name__} has no attribute `length`, and a plan "
-            "opens no data. Plan with one of the sources of meshloom.trainer.data."
+            f"data {type(config.data).__name__} has no attribute `length`, and a "
+            "forecast opens no data. Use one of the sources of meshloom.trainer.data."
         )
     return length
 
 
-def more_cut(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
-    """Mesh axes that cut an array as stored and not as computed with."""
-    cut = {axis for d in whole.dimensions for axis in d.mesh_axes}
-    return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in cut)
+def gathered_axes(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
+    """Returns the mesh axes that shard an array as stored, but not as computed with."""
+    both = {axis for d in whole.dimensions for axis in d.mesh_axes}
+    return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in both)
+
+
+def axes_of(case: Case, product: Any, name: str) -> tuple[str, ...]:
+    """Returns the mesh axes that shard one logical axis of a product."""
+    if not name:
+        return ()
+    place = product.axes.index(name)
+    found = case.mesh_axes((name,), (product.shape[place],))
+    return tuple(axis for axis in case.sizes if axis in found)

@@ -1,4 +1,4 @@
-"""`meshloom plan schedule`: a pipeline's schedule as a picture and as figures."""
+"""`meshloom plan schedule`: a pipeline's schedule as a picture and in figures."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ class Comparison:
 
     Attributes:
       schedules: all schedules that the layers allow, with the same remat.
-      policies: the same schedule with other remat.
-      gathers: the same, by how often weights are gathered; none if there are no sizes.
+      policies: the same schedule with other remat policies.
+      gathers: the same, by how often weights are gathered; none without sizes.
       notes: what was left out, and why.
     """
 
@@ -48,7 +48,7 @@ class Comparison:
 def compare_choices(
     schedule: Schedule, num_chunks: int | None, *, remat: str, sizes: Sizes
 ) -> Comparison:
-    """Compares a schedule with others of as many stages and microbatches.
+    """Compares a schedule with others of the same stages and microbatches.
 
     Args:
       num_chunks: of interleaved, whatever `schedule` is.
@@ -95,7 +95,7 @@ def _comparable(
     if name == INTERLEAVED or not layers or layers % chunks == 0:
         return NAMES, ()
     note = (
-        f"{INTERLEAVED} is left out: {layers} layers a stage cannot be cut into "
+        f"{INTERLEAVED} is left out: {layers} layers a stage cannot be split into "
         f"{chunks} chunks. Give --chunks a number that divides them."
     )
     return [name for name in NAMES if name != INTERLEAVED], (note,)
@@ -107,7 +107,7 @@ def _print_picture(schedule: Schedule) -> None:
 
     console = Console()
     words = picture.text(schedule, console.width, color=console.is_terminal)
-    # Through rich, which knows how many colours the terminal has, if any.
+    # Through rich, which knows the terminal's colours.
     console.print(Text.from_ansi(words), soft_wrap=True)
 
 
@@ -191,13 +191,13 @@ def _gathers(rows: Sequence[Simulation]) -> str:
 
 
 def _table(columns: dict[str, list[str]]) -> str:
-    """The columns of which every cell is known, the first one as titles."""
+    """Returns the columns whose cells are all known, the first one as titles."""
     known = [(k, *cells) for k, cells in columns.items() if UNKNOWN not in cells]
     return align(list(zip(*known, strict=True)), right=range(1, len(known)))
 
 
 def _memory(rows: Sequence[Simulation]) -> list[str]:
-    """Of inputs and residuals; residuals of unknown size are counted in layers."""
+    """Returns memory of inputs and residuals; in layers if their size is unknown."""
     cells = []
     for row in rows:
         inputs, residuals = row.memory.inputs, row.memory.residuals

@@ -1,4 +1,4 @@
-"""What the tables of plans have in common: bars and colours."""
+"""What the tables of forecasts share: bars and colours."""
 
 from ...sharding.text import seconds_text as seconds_text
 
@@ -6,10 +6,10 @@ WIDTH = 32
 
 
 def print_styled(text: str) -> None:
+    """Prints through rich, which knows the terminal's colours; wraps no lines."""
     from rich.console import Console
     from rich.text import Text
 
-    # Through rich, which knows whether the terminal has colours; long lines stay whole.
     styled = Text(text)
     styled.highlight_regex("█+", "cyan")
     styled.highlight_regex("It fits|It does not fit|Nothing fits", "bold")

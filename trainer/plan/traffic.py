@@ -1,30 +1,30 @@
 """What a device exchanges with others in one step, by collective and mesh axis.
 
-Bytes are payloads as sharding/audit.py counts them: of one run, the array that is
-whole in the group. What goes over the wire is in `sent`.
+Bytes are payloads as sharding/audit.py counts them: in one run, the array that the
+group holds together. What leaves a device is `sent`.
 
-  weights    each matrix is gathered in the type of computing where it is used, and
-             once more in the backward pass unless that was kept. A table that is
-             larger than what is looked up stays cut: that goes by an all-to-all
-  gradients  a matrix's gradient is scattered where its parameter is cut, in the type of
-             computing. For TPUs the compiler makes a ring of the product and the
-             scatter where it can: n + 1 sends of 1/n. The gradient of a look-up goes
-             by an all-to-all of the activations' gradient instead
-  sums       a product over a dimension that is cut gives parts of a sum: one all-reduce
-             of the residual stream forward (out, down), one backward (qkv, up, head)
-  pipeline   every tick sends one activation each way; embedding and head are shared
-             by all-to-alls; weights are gathered and gradients summed once a step,
-             these in float32
+  weights    each matrix is gathered in the compute dtype where it is used, and again in
+             the backward pass unless it was kept. A table that is larger than what is
+             looked up stays sharded: an all-to-all moves the result
+  gradients  a matrix's gradient is scattered as its parameter is sharded, in the
+             compute dtype. For TPUs the compiler makes a ring of the product and the
+             scatter where it can: n + 1 sends of 1/n. For a look-up, an all-to-all
+             moves the gradient of the activations instead
+  sums       a product over a sharded dimension gives partial sums: one all-reduce of
+             the residual stream forward, one backward
+  pipeline   every tick sends one activation each way; table and head are shared by
+             all-to-alls; weights are gathered, and gradients summed in float32, once a
+             step
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator
 
-from .cutting import FLOAT32
 from .flops import ticks
-from .gpu import gathers_of_head
-from .scenario import Case, more_cut
+from .links import PERMUTE, bytes_sent
+from .scenario import Case, axes_of, gathered_axes
+from .sharded import FLOAT32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,12 @@ class Transfer:
     what: str
 
     def sent(self, sizes: dict[str, int]) -> float:
-        """Bytes that leave a device, in rings."""
+        """Returns the bytes that leave a device, in rings."""
         n = math.prod(sizes[axis] for axis in self.axes)
-        share = (n - 1) / n
-        if self.kind == "collective-permute":
+        if self.kind == PERMUTE and self.what == "gradients":
             # Of the n + 1 sends of a scatter's ring, n - 1 are what a scatter needs.
-            return self.bytes * ((n - 1) / (n + 1) if self.what == "gradients" else 1)
-        return self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+            return self.bytes * (n - 1) / (n + 1)
+        return bytes_sent(self.kind, self.bytes, n)
 
 
 def traffic(case: Case) -> tuple[Transfer, ...]:
@@ -70,9 +69,9 @@ def by_axes(transfers: tuple[Transfer, ...]) -> dict[tuple[str, ...], int]:
 def _weights(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
     for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
-        axes = more_cut(stored, whole)
-        if stored.path == "embedding" and _stays(case):
-            # Looked up where it is cut; what was found goes to whose it is.
+        axes = gathered_axes(stored, whole)
+        if stored.path == case.costs.table and _stays(case):
+            # Looked up where it is sharded; the results are sent to their examples.
             moved = each * case.bytes(case.costs.residual)
             yield Transfer("all-to-all", axes, moved, "weights")
             continue
@@ -80,66 +79,70 @@ def _weights(case: Case) -> Iterator[Transfer]:
         if case.is_block(stored.path) and not case.costs.keeps_weights:
             uses = 2
         elif stored.path == case.costs.head.weight:
-            uses = gathers_of_head(case)
+            # GPUs gather a tied table for the look-up and for the head, TPUs once.
+            uses = 1 + (case.costs.is_tied and case.target.device.platform == "gpu")
         size = whole.bytes_per_device // whole.itemsize * case.itemsize
         yield Transfer("all-gather", axes, each * uses * size, "weights")
 
 
 def _stays(case: Case) -> bool:
-    """Whether a look-up leaves its table cut (models/lookup.py)."""
-    if case.costs.head.weight == "embedding":
+    """Returns whether a look-up leaves its table sharded (models/lookup.py)."""
+    if case.costs.is_tied:
         return False
-    num_rows = next(a for a in case.params.arrays if a.path == "embedding").shape[0]
+    table = next(a for a in case.params.arrays if a.path == case.costs.table)
     shape = (case.rows, case.length)
-    return math.prod(shape) // case.ways(("batch", "length"), shape) < num_rows
+    return math.prod(shape) // case.ways(("batch", "length"), shape) < table.shape[0]
 
 
 def _gradients(case: Case) -> Iterator[Transfer]:
-    each, batch = case.num_microbatches, case.batch_axes
+    each = case.num_microbatches
     products = {p.weight for p in (*case.costs.products, case.costs.head)}
     for gradient, whole in zip(case.gradients.arrays, case.compute.arrays, strict=True):
         is_product = whole.path in products
         itemsize = case.itemsize if is_product else whole.itemsize
         size = each * whole.bytes_per_device // whole.itemsize * itemsize
-        axes = more_cut(gradient, whole)
+        axes = gathered_axes(gradient, whole)
         if is_product:
             yield _scatter(case, axes, size)
-        rest = tuple(axis for axis in batch if axis not in axes)
-        share = math.prod(case.sizes[axis] for axis in axes)
-        yield Transfer("all-reduce", rest, size // share, "gradients")
+        yield _rest(case, axes, size)
+    if not case.costs.table:
+        return
     # The gradient of look-ups is summed where their tables live; it moves once for all.
     table, whole = (
-        next(a for a in tree.arrays if a.path == "embedding")
+        next(a for a in tree.arrays if a.path == case.costs.table)
         for tree in (case.gradients, case.compute)
     )
-    axes = more_cut(table, whole)
-    if "embedding" in products:  # as a head it was summed above, by itself
+    axes = gathered_axes(table, whole)
+    if case.costs.is_tied:  # its gradient as a head was summed above
         size = each * whole.bytes_per_device // whole.itemsize * FLOAT32
-        rest = tuple(axis for axis in batch if axis not in axes)
-        share = math.prod(case.sizes[axis] for axis in axes)
-        yield Transfer("all-reduce", rest, size // share, "gradients")
+        yield _rest(case, axes, size)
     moved = each * case.bytes(case.costs.residual)
     yield Transfer("all-to-all", axes, moved, "gradients")
+
+
+def _rest(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
+    """Returns the sum of a scattered gradient over the other axes of the batch."""
+    rest = tuple(axis for axis in case.batch_axes if axis not in axes)
+    share = math.prod(case.sizes[axis] for axis in axes)
+    return Transfer("all-reduce", rest, size // share, "gradients")
 
 
 def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
     if axes and case.scatters_in_ring(axes):
         n = math.prod(case.sizes[axis] for axis in axes)
-        return Transfer("collective-permute", axes, size * (n + 1) // n, "gradients")
+        return Transfer(PERMUTE, axes, size * (n + 1) // n, "gradients")
     kind = "all-reduce" if axes and case.takes_slice(axes) else "reduce-scatter"
     return Transfer(kind, axes, size, "gradients")
 
 
 def _sums(case: Case) -> Iterator[Transfer]:
-    """Sums over the axes that cut the products themselves, such as tensor."""
+    """Yields sums over the axes that shard the products themselves, such as tensor."""
     costs, times = case.costs, ticks(case)
-    layers = case.layers
-    starts = 0  # forwards that a backward begins with
-    if case.pipeline is not None:
-        layers //= case.pipeline.schedule.num_chunks
-        starts = 0 if costs.keeps_weights else times.backwards
-    residual = case.bytes(dataclasses.replace(costs.residual, axes=_WHOLE))
-    streams = set(case.cuts(costs.residual.axes, costs.residual.shape))
+    layers = case.chunk_layers
+    # Forwards that a backward begins with.
+    starts = times.backwards if case.pipeline and not costs.keeps_weights else 0
+    residual = case.bytes(costs.gathered)
+    streams = set(case.mesh_axes(costs.residual.axes, costs.residual.shape))
     for product in costs.products:
         again = times.backwards if product.name in costs.recomputed else 0
         is_needed = layers > 1 or product is not costs.products[-1]
@@ -148,31 +151,31 @@ def _sums(case: Case) -> Iterator[Transfer]:
             product.spread: times.backwards,
         }
         for name, count in runs.items():
-            axes = _cut_of(case, product, name)
+            axes = axes_of(case, product, name)
             yield from _summed(axes, layers * count * residual, streams)
     if case.pipeline is None and not costs.keeps_weights:
         yield from _gathered_again(case, layers * times.backwards * residual, streams)
-    axes = _cut_of(case, costs.head, costs.head.spread)
-    # Backward of the head, and forward of a look-up in a table that is cut alike.
+    axes = axes_of(case, costs.head, costs.head.spread)
+    # Backward of the head, and forward of a look-up in a table that is sharded alike.
     share = times.heads * residual / case.num_stages
     yield from _summed(axes, round(2 * share), set())
 
 
 def _gathered_again(case: Case, size: int, streams: set[str]) -> Iterator[Transfer]:
-    """Normed inputs of attention and MLP, for the gradients of their weights.
+    """Yields gathers of the normed inputs, for the gradients of their weights.
 
-    Both were cut by position and are gathered again in the backward pass; that of the
-    MLP is among the sums already where attention itself is done again.
+    They are sharded by position and gathered again in the backward pass; where sums are
+    recomputed, the last of them is among these already.
     """
     products = [p for p in case.costs.products if p.spread]
-    axes = _cut_of(case, products[0], products[0].spread)
-    num = len(products) - ("out" in case.costs.recomputed)
+    axes = axes_of(case, products[0], products[0].spread)
+    num = len(products) - case.costs.repeats_sums
     if set(axes) & streams:
         yield Transfer("all-gather", axes, num * size, "sums")
 
 
 def _summed(axes: tuple[str, ...], size: int, streams: set[str]) -> Iterator[Transfer]:
-    if set(axes) & streams:  # the stream is cut along them: scatter, gather later
+    if set(axes) & streams:  # the stream is sharded along them: scatter, gather later
         yield Transfer("reduce-scatter", axes, size, "sums")
         yield Transfer("all-gather", axes, size, "sums")
     else:
@@ -183,7 +186,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
     assert case.pipeline is not None
     times, residual = ticks(case), case.bytes(case.costs.residual)
     yield Transfer(
-        "collective-permute",
+        PERMUTE,
         ("pipe",),
         (times.forwards + times.backwards) * residual,
         "stages",
@@ -204,7 +207,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
             ("all-gather", stored, gathers, case.itemsize),
             ("reduce-scatter", gradient, scatters, case.itemsize if late else FLOAT32),
         ):
-            axes = more_cut(tree, whole)
+            axes = gathered_axes(tree, whole)
             # One axis after the other, the major one last when gathering.
             size = elements * itemsize
             for axis in axes:
@@ -218,27 +221,15 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
 
 
 def _uses(case: Case, path: str) -> tuple[float, float]:
-    """How often a pipeline computes with a weight, and with its gradient."""
+    """Returns how often a pipeline uses a weight, and its gradient."""
     assert case.pipeline is not None
     times, found = ticks(case), case.pipeline.simulation
     if case.is_block(path):
         return found.weight_gathers, found.weight_scatters
     is_head = path == case.costs.head.weight
-    is_embedding = not is_head or path == "embedding"
+    is_table = not is_head or case.costs.is_tied
     heads = times.heads * is_head
     return (
-        heads + times.embeds * is_embedding,
-        heads + times.embed_backwards * is_embedding,
+        heads + times.embeds * is_table,
+        heads + times.embed_backwards * is_table,
     )
-
-
-_WHOLE = ("batch", "length", "embed")
-
-
-def _cut_of(case: Case, product, name: str) -> tuple[str, ...]:
-    """The mesh axes that cut one logical axis of a product."""
-    if not name:
-        return ()
-    place = product.axes.index(name)
-    cut = case.cuts((name,), (product.shape[place],))
-    return tuple(axis for axis in case.sizes if axis in cut)

@@ -16,10 +16,7 @@ import re
 from typing import Any
 
 _GIB = 2**30
-# The only TPU for which libtpu (0.0.51) fuses all-gathers into other operations: for
-# v5p it rejects the option, and for v6e it ignores it.
-CARRIES_GATHERS = "v5e"
-CPU = "cpu"  # devices with this name share one machine
+CPU = "cpu"  # a device with this name is one of those that share a machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

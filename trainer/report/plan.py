@@ -1,4 +1,4 @@
-"""The plan of a step as HTML: in the report of a run, and as a page of its own."""
+"""The forecast of a step as HTML: in the report of a run, and as its own page."""
 
 import datetime
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def forecast(run: RunFiles) -> str:
         return ""
     if "plan" not in found:
         return section("Forecast", absent(f"There is none: {found['reason']}."))
-    parts = plan_parts(found["plan"])
+    parts = forecast_parts(found["plan"])
     return section(
         "Forecast",
         "<details><summary>Memory and time of a step: forecast, measured, and how the "
@@ -32,16 +32,14 @@ def forecast(run: RunFiles) -> str:
     )
 
 
-def write_plan(document: dict[str, Any], title: str, output: Path) -> None:
-    """Writes the page of a plan without a run.
+def write_forecast(document: dict[str, Any], title: str, output: Path) -> None:
+    """Writes the page of a forecast without a run.
 
     Args:
-      document: as Plan.to_json gives it.
+      document: of Forecast.to_json.
     """
     if not output.parent.is_dir():
-        raise ValueError(
-            f"--html {output}: the folder {output.parent} is not there; make it first"
-        )
+        raise ValueError(f"--html {output}: the folder {output.parent} does not exist")
     words = '<p class="state"><b>It fits</b></p>'
     if not document["fits"]:
         words = '<p class="warning"><b>It does not fit</b></p>'
@@ -49,20 +47,20 @@ def write_plan(document: dict[str, Any], title: str, output: Path) -> None:
     body = [
         f'<header><p class="kicker">Meshloom plan</p><h1>{escape(title)}</h1>'
         f"{words}</header>",
-        section("Plan", plan_parts(document)),
+        section("Forecast", forecast_parts(document)),
         f"<footer>Written {now:%Y-%m-%d %H:%M} UTC by meshloom plan.</footer>",
     ]
     replace_text(output, page(f"{title} · Meshloom", "\n".join(body)))
 
 
-def plan_parts(document: dict[str, Any]) -> str:
+def forecast_parts(document: dict[str, Any]) -> str:
     """Returns what a step takes on a device: facts, memory, work, traffic, time."""
     blocks = [_facts(document), *_memory(document), *_work(document), _time(document)]
     return "".join(blocks)
 
 
 def _against(run: RunFiles, found: dict[str, Any]) -> str:
-    """Returns forecast and measured side by side; before the end, what is known."""
+    """Returns forecast and measured side by side, as far as they are known."""
     memory = found["plan"]["memory"]["peak"]
     measured = found.get("measured") or {
         "memory": None,
@@ -136,7 +134,7 @@ def _work(document: dict[str, Any]) -> list[str]:
     work = [
         (name, words, f"{short_number(flops[name], 4)}FLOP", flops[name] / most)
         for name, words in (
-            ("executed", "with what is done again and in bubbles"),
+            ("executed", "with what is recomputed and in bubbles"),
             ("model", "what the update needs"),
         )
     ]

@@ -1,8 +1,8 @@
-"""The real train step, compiled for a target that is not here, beside its plan.
+"""The real train step, compiled for a target that is not here, beside its forecast.
 
-It runs in a process of its own: a compiler makes every start of jax slower, and one
-that fails must not take the plan with it. The program's text is read from what the
-compiler writes to a folder, since jax cannot read every program of a newer libtpu.
+It is compiled in a process of its own: a compiler makes every start of jax slower, and
+one that fails must not take the forecast with it. The program's text is read from the
+compiler's dump, since jax cannot read every program of a newer libtpu.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ....sharding.text import align, human_bytes
-from ..predict import Plan
+from ..predict import Forecast
 from ..traffic import by_axes
 from .compilers import find_compiler
 from .program import model_program
@@ -27,16 +27,16 @@ MODULE = "meshloom.trainer.plan.compile.worker"
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a step, of one device.
+    """The compiled step of one device.
 
     Attributes:
       peak: the most bytes alive at once; `reserved` is arguments and the heap of
         temporaries, which has gaps.
       collectives: (kind, axes, count, bytes) of each kind over each set of axes.
       sources: (kind, axes, source line, bytes) of the same.
-      modelled: the program's time and what of its collectives runs beside other work
+      modelled: the program's time and how much of its collectives overlaps
         (program.py: Modelled.summary).
-      fused: whether attention is one kernel in it; None where nobody looked.
+      fused: whether attention is one kernel in it; None if unknown.
     """
 
     arguments: int
@@ -62,9 +62,9 @@ class Compiled:
             totals[axes] = totals.get(axes, 0) + count
         return totals
 
-    def table(self, plan: Plan) -> str:
-        """Predicted against compiled, side by side."""
-        memory, flops = plan.memory, plan.flops
+    def table(self, forecast: Forecast) -> str:
+        """Returns predicted and compiled, side by side."""
+        memory, flops = forecast.memory, forecast.flops
         rows = [
             ("compiled", "predicted", "compiled", "ratio"),
             _row("  peak", memory.peak, self.peak),
@@ -77,7 +77,7 @@ class Compiled:
                 f"{flops.executed / self.flops:.3f}",
             ),
         ]
-        predicted = by_axes(plan.transfers)
+        predicted = by_axes(forecast.transfers)
         compiled = {
             axes: count
             for axes, count in self.bytes_by_axes().items()
@@ -88,21 +88,21 @@ class Compiled:
             if max(both) >= SMALL:
                 rows.append(_row(f"  over {','.join(axes)}", *both))
         text = align(rows, right=(1, 2, 3))
-        lines = [f"  compiled in {self.seconds:.0f} s", *self._unexpected(plan)]
-        if self.fused is not None and self.fused != plan.case.costs.fused:
+        lines = [f"  compiled in {self.seconds:.0f} s", *self._unexpected(forecast)]
+        if self.fused is not None and self.fused != forecast.case.costs.fused:
             words = ("stores its scores", "is one kernel")
             lines.append(
-                f"  not as planned: attention {words[self.fused]} in this program, and "
-                f"{words[not self.fused]} in the plan"
+                f"  not as forecast: attention {words[self.fused]} in this program and "
+                f"{words[not self.fused]} in the forecast"
             )
-        return "\n".join([text, *self._time(plan), *lines])
+        return "\n".join([text, *self._time(forecast), *lines])
 
-    def _time(self, plan: Plan) -> list[str]:
+    def _time(self, forecast: Forecast) -> list[str]:
         found = self.modelled
         if found is None:
             return ["  modelled step: not known of a program over several slices"]
-        seconds, device = found["seconds"], plan.target.device
-        bound = plan.flops.model / device.flops / seconds
+        seconds, device = found["seconds"], forecast.target.device
+        bound = forecast.flops.model / device.flops / seconds
         parts = sorted(found["parts"].items(), key=lambda part: -part[1])
         words = [
             f"{1000 * s:.3g} ms {part}" for part, s in parts if s >= 0.005 * seconds
@@ -114,12 +114,12 @@ class Compiled:
             f"collectives, hiding {1000 * found['hidden']:.3g} ms",
         ]
 
-    def _unexpected(self, plan: Plan) -> list[str]:
-        expected = {(t.kind, frozenset(t.axes)) for t in plan.transfers}
+    def _unexpected(self, forecast: Forecast) -> list[str]:
+        expected = {(t.kind, frozenset(t.axes)) for t in forecast.transfers}
         found = [
             (
                 count,
-                f"  not in the plan: {kind} over {','.join(axes)}, "
+                f"  not in the forecast: {kind} over {','.join(axes)}, "
                 f"{human_bytes(count)}, {source}",
             )
             for kind, axes, source, count in self.sources
@@ -129,10 +129,10 @@ class Compiled:
 
 
 class Refused(ValueError):
-    """The compiler would not make a program of the step, and said why."""
+    """The compiler refused to compile the step; the message says why."""
 
 
-# Scalars and vectors of norms also travel; below this they are not compared.
+# Scalars and vectors of norms are sent too; below this they are not compared.
 SMALL = 2**20
 
 
@@ -141,14 +141,14 @@ def _row(name: str, predicted: int, compiled: int) -> tuple[str, ...]:
     return name, human_bytes(predicted), human_bytes(compiled), ratio
 
 
-def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
-    """Compiles the step of a plan for its target.
+def compile_step(forecast: Forecast, keep: Path | None = None) -> Compiled:
+    """Compiles the step of a forecast for its target.
 
     Args:
       keep: a file for the text of the optimized program.
     """
-    target = plan.target
-    crossed = [axis for axis, n in (plan.case.spec.dcn or {}).items() if n > 1]
+    target = forecast.target
+    crossed = [axis for axis, n in (forecast.case.spec.dcn or {}).items() if n > 1]
     if len(crossed) > 1:
         raise ValueError(
             f"--compile for {target.name}: the axes {', '.join(crossed)} cross slices, "
@@ -157,16 +157,16 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
         )
     if crossed and not target.device.torus:
         raise ValueError(
-            f"--compile for {target.name}: mesh {plan.case.spec} has a dcn part, and "
-            "the compiler for GPUs knows no slices. Leave the part after / out: "
-            "neighbours on the mesh share a node all the same."
+            f"--compile for {target.name}: mesh {forecast.case.spec} has a dcn part, "
+            "and the compiler for GPUs has no slices. Leave out the part after /: "
+            "neighbours on the mesh share a node anyway."
         )
     compiler = find_compiler(target)
     with tempfile.TemporaryDirectory(prefix="meshloom-compile-") as folder:
         job = Path(folder) / "job.pickle"
         facts = {
-            "config": plan.config,
-            "mesh": plan.case.spec,
+            "config": forecast.config,
+            "mesh": forecast.case.spec,
             "topology": compiler.topology,
         }
         job.write_bytes(pickle.dumps(facts))
@@ -193,26 +193,26 @@ def compile_step(plan: Plan, keep: Path | None = None) -> Compiled:
         if keep is not None:
             shutil.copy(Path(folder) / "job.hlo", keep)
         found = json.loads(result.read_text())
-        found["modelled"] = _modelled(plan, (Path(folder) / "job.hlo").read_text())
+        found["modelled"] = _modelled(forecast, (Path(folder) / "job.hlo").read_text())
     for name in ("collectives", "sources"):
         found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
     return Compiled(**found)
 
 
-def _modelled(plan: Plan, text: str) -> dict[str, Any] | None:
-    if plan.target.device.torus and plan.target.num_slices > 1:
-        # The program is that of one slice, and what crosses the network is no
-        # collective of it.
+def _modelled(forecast: Forecast, text: str) -> dict[str, Any] | None:
+    if forecast.target.device.torus and forecast.target.num_slices > 1:
+        # The program is that of one slice: transfers over the network are not among
+        # its collectives.
         return None
-    sizes, dcn = plan.case.sizes, plan.case.spec.dcn
-    return model_program(text, plan.target, sizes, dcn=dcn).summary()
+    sizes, dcn = forecast.case.sizes, forecast.case.spec.dcn
+    return model_program(text, forecast.target, sizes, dcn=dcn).summary()
 
 
 def reason(errors: str) -> str:
-    """The line that says why, of all that a failed process wrote, and a remedy."""
+    """Returns the line of a failed process that says why, and a remedy."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "Used " in line]
-    line = (telling or lines or ["it said nothing"])[-1][:500]
+    line = (telling or lines or ["it wrote nothing"])[-1][:500]
     found = [remedy for words, remedy in REMEDIES.items() if words in errors]
     return " ".join([line, *found])
 
@@ -220,7 +220,7 @@ def reason(errors: str) -> str:
 REMEDIES = {
     "cuDNN not found": "Install it with pip install nvidia-cudnn-cu12, or compile "
     "attention without its kernel: --set model.attention='\"xla\"'.",
-    # jax asserts that an array is not cut by hand, as all are in a pipeline.
-    "in _custom_partitioning_partition": "jax cannot cut cuDNN's attention inside a "
+    # jax asserts that arrays are not sharded manually, as all are in a pipeline.
+    "in _custom_partitioning_partition": "jax cannot shard cuDNN's attention inside a "
     "pipeline. Compile it without: --set model.attention='\"xla\"'.",
 }

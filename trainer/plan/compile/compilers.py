@@ -1,8 +1,8 @@
-"""How to ask the compiler of a target: where it is, and what it must be told.
+"""How to run the compiler of a target: where it is, and what it must be told.
 
-A compiler for devices that are not here is part of what drives them: libtpu for TPUs,
-jax's CUDA plugin for GPUs. Neither needs a device. The second also takes two things
-from NVIDIA: `ptxas`, and cuDNN where attention is its kernel.
+A compiler for devices that are not here is part of their driver: libtpu for TPUs, jax's
+CUDA plugin for GPUs. Neither needs a device. The second also needs two things from
+NVIDIA: `ptxas`, and cuDNN where attention is its kernel.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from typing import Any
 from ...program.hardware import Target
 from .gpu_targets import CHIPS, target_config
 
-# With no GPU to try products on, XLA takes for its own kernels the first tiling there
-# is. cuBLAS needs no choice, and most large products run there after tuning too.
+# With no GPU to try products on, XLA's own kernels get the first tiling that there is.
+# cuBLAS needs no choice, and most large products end up there after tuning too.
 _GPU_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
-# libtpu looks for the TPU machine it runs on; nothing here needs one.
+# libtpu looks for the TPU machine that it runs on; nothing here needs one.
 _NO_MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -41,13 +41,13 @@ class Compiler:
 
 
 def find_compiler(target: Target) -> Compiler:
-    """The compiler of a target; an error says what is not installed."""
+    """Returns the compiler of a target; an error says what is not installed."""
     if target.device.torus:
         return _tpu(target)
     if target.device.name in CHIPS:
         return _gpu(target)
     raise ValueError(
-        f"--compile for {target.name}: no compiler knows a device of one's own. "
+        f"--compile for {target.name}: a device of your own has no compiler. "
         f"Compile for a device of the table ({', '.join(CHIPS)} or a TPU), or leave "
         "out --compile."
     )
@@ -64,8 +64,8 @@ def _tpu(target: Target) -> Compiler:
     if target.num_slices > 1:
         topology["num_slices"] = target.num_slices
     if target.device.name == "v4":
-        # Both cores of a chip as one device, as they run; otherwise there are twice
-        # as many.
+        # Both cores of a chip as one device, as they run; otherwise there are twice as
+        # many devices.
         topology["chip_config_name"] = "megacore"
     return Compiler(topology, _NO_MACHINE)
 
@@ -95,7 +95,7 @@ def _need(target: Target, module: str, what: str, extra: str) -> None:
 
 
 def _toolkit(target: Target) -> Path:
-    """The folder with NVIDIA's assembler and its library of functions."""
+    """Returns the folder with NVIDIA's assembler and its device library."""
     looked = list(dict.fromkeys(_toolkits()))
     for folder in looked:
         if all((folder / part).exists() for part in ("bin/ptxas", "nvvm/libdevice")):

@@ -1,4 +1,4 @@
-"""What XLA must know of a GPU to compile for it where there is none.
+"""What XLA must know about a GPU to compile for it without one.
 
 Peak, memory and bandwidth are those of the table in hardware.py. The rest is here, in
 the terms of NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities" (limits of a
@@ -11,7 +11,7 @@ import dataclasses
 from ...program.hardware import Device
 
 _KIB, _MIB = 2**10, 2**20
-# Equal for both: threads of a block and a warp, registers, sizes of a grid.
+# The same for both: threads of a block and a warp, registers, sizes of a grid.
 _LIMITS = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -23,7 +23,7 @@ _LIMITS = {
     "block_dim_limit_y": 2**16 - 1,
     "block_dim_limit_z": 2**16 - 1,
 }
-# The oldest cuDNN that jax 0.10 takes; the kernels are those of the one installed.
+# The oldest cuDNN that jax 0.10 accepts; kernels come from the installed one.
 _CUDNN = "major: 9 minor: 8"
 
 
@@ -54,7 +54,7 @@ CHIPS = {
 
 
 def target_config(device: Device) -> str:
-    """The text of XLA's GpuTargetConfigProto for a device of the table."""
+    """Returns XLA's GpuTargetConfigProto as text, for a device of the table."""
     chip = CHIPS[device.name]
     info = _LIMITS | {
         "core_count": chip.cores,

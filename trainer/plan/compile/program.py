@@ -1,14 +1,14 @@
 """A compiled program's time, modelled from its optimized HLO text alone.
 
-The scheduled program is walked in order, loops times their trips. An operation takes
-as long as its products at the device's peak or its bytes through HBM, whichever is
-longer. A collective takes its bytes over the links of its mesh axes. A synchronous one
-stops the rest. An asynchronous one goes on beside what stands between its start and its
-done, and only what is left then is waited for. Copies that are prefetched go through
-HBM in the same way, beside operations that leave it free.
+The scheduled program is walked in order, loops times their trip counts. An operation
+takes as long as its products at the device's peak or its bytes through HBM, whichever
+is longer. A collective takes its bytes over the links of its mesh axes. A synchronous
+one blocks the rest. An asynchronous one overlaps with what stands between its start and
+its done, and only the remainder is waited for. Prefetched copies go through HBM in the
+same way, beside operations that leave it free.
 
-This ranks programs. It predicts no clock: peaks are never reached, and nothing is known
-here of latencies, of vector units or of how kernels are scheduled inside.
+This ranks programs and does not predict measured times: peaks are never reached, and
+latencies, vector units and the scheduling inside kernels are not modelled.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class Exchange:
     """A collective of the program, over all its runs in a step.
 
     Attributes:
-      seconds: that its links are busy with it.
-      exposed: that the device waits for it.
+      seconds: for which its links are busy.
+      exposed: for which the device waits.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Modelled:
       parts: seconds bound by compute, by memory, and waiting for each set of axes; they
         add up to `seconds`.
       operations: the most expensive first, collectives included.
-      unknown_kernels: kernels whose products the text does not tell; their bytes count.
+      unknown_kernels: kernels whose products the text does not say; their bytes count.
     """
 
     seconds: float
@@ -74,7 +74,7 @@ class Modelled:
     unknown_kernels: tuple[str, ...]
 
     def summary(self) -> dict[str, Any]:
-        """The figures without the lists, for JSON."""
+        """Returns the figures without the lists, for JSON."""
         done, total, hidden = self.asynchronous()
         return {
             "seconds": self.seconds,
@@ -87,7 +87,7 @@ class Modelled:
 
     @property
     def network(self) -> float:
-        """Seconds that collectives would take one after the other."""
+        """Seconds of all collectives, one after the other."""
         return sum(exchange.seconds for exchange in self.exchanges)
 
     @property
@@ -95,7 +95,7 @@ class Modelled:
         return sum(exchange.exposed for exchange in self.exchanges)
 
     def asynchronous(self) -> tuple[int, int, float]:
-        """(asynchronous collectives of a step, all of them, seconds hidden)."""
+        """Returns (asynchronous collectives of a step, all of them, seconds hidden)."""
         some = [e for e in self.exchanges if e.asynchronous]
         total = sum(e.count for e in self.exchanges)
         return sum(e.count for e in some), total, self.network - self.exposed
@@ -108,7 +108,7 @@ def model_program(
     *,
     dcn: Mapping[str, int] | None = None,
 ) -> Modelled:
-    """The modelled time of a program.
+    """Models the time of a program.
 
     Args:
       text: optimized, scheduled HLO text.
@@ -125,7 +125,7 @@ def model_program(
         )
     if "is_scheduled=true" not in module.header:
         raise ValueError(
-            "the program is not scheduled, so the order of its instructions says "
+            "the program is not scheduled, so the order of its instructions means "
             "nothing; pass the text after all optimizations"
         )
     walk = Walk(module, target, Wires(target, sizes, dcn))

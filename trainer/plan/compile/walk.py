@@ -1,4 +1,4 @@
-"""Walks a scheduled HLO program in order, and keeps the time: see program.py."""
+"""Walks a scheduled HLO program in order and adds up its time: see program.py."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -28,8 +28,8 @@ class Cost(NamedTuple):
 class Run:
     """One run of a computation.
 
-    `busy` is how long each link and the memory work, `queued` and `drained` what was
-    given to them to do beside the operations, and what of that is done.
+    `busy` is how long each link and the memory work, `queued` is the asynchronous work
+    that they were given, and `drained` how much of that is done.
     """
 
     seconds: float = 0.0
@@ -48,7 +48,7 @@ class Run:
             self.drained[name] = min(queued, self.drained.get(name, 0.0) + idle)
 
     def start(self, channels: Iterable[str], seconds: float) -> dict[str, float]:
-        """Gives the channels work; returns how far each must come for it to be done."""
+        """Queues work on the channels; returns how far each must drain to finish it."""
         for name in channels:
             self.queued[name] = self.queued.get(name, 0.0) + seconds
             self.busy[name] = self.busy.get(name, 0.0) + seconds
@@ -157,12 +157,12 @@ class Walk:
             self.costs[key] = Cost(part, waited + longest, work)
 
     def start(self, run: Run, key: Key, done: str) -> dict[str, float]:
-        """Begins what goes on beside the rest; returns when it is done."""
+        """Begins asynchronous work; returns how far its channels must drain."""
         some = self.placed.get(key)
         if some is None:
             moved = self.reader.moved(*key, done)
             return run.start([MEMORY], moved / self._device.hbm_bandwidth)
-        if not some[0].done:  # a pair that runs in one go
+        if not some[0].done:  # a pair that runs as one operation
             self.operate(run, key)
             return {}
         taken = self.taken(key)
@@ -175,7 +175,7 @@ class Walk:
             self.costs[key] = Cost(part, seconds, Work(0.0, 0))
 
     def check(self) -> None:
-        """Raises an error if a collective runs that the walk has not met."""
+        """Raises an error if a collective runs that the walk has not reached."""
         for (owner, name), some in self.placed.items():
             if self.times.get(owner) and owner not in self._runs:
                 raise ValueError(

@@ -7,12 +7,11 @@ import numpy as np
 
 from ....sharding.hlo.collectives import UNKNOWN_AXES, CollectiveOp, mesh_axes
 from ...program.hardware import Target
-from ..roofline import links
-from ..traffic import Transfer
+from ..links import PERMUTE, bytes_sent, collective_seconds, links
 
 
 class Taken(NamedTuple):
-    """Seconds of one run, over the links of some axes, each in one direction."""
+    """Seconds of one run, and the links of some axes, each in one direction."""
 
     seconds: float
     links: tuple[str, ...]
@@ -47,26 +46,21 @@ class Wires:
         num_bytes = sum(array.num_bytes for array in found.payload)
         if axes == UNKNOWN_AXES:
             return self._anywhere(found, num_bytes)
-        if found.kind == "collective-permute":
-            ways = self._directions(found, axes)
-            seconds = max(self._links[axis].pass_on(num_bytes) for axis in axes)
-        else:
-            ways = "<>"
-            sent = Transfer(found.kind, axes, num_bytes, "").sent(self.sizes)
-            # Over several axes the slowest one sets the pace.
-            seconds = max(self._links[axis].seconds(sent) for axis in axes)
+        ways = self._directions(found, axes) if found.kind == PERMUTE else "<>"
+        seconds = collective_seconds(
+            self._links, self.sizes, found.kind, axes, num_bytes
+        )
         return Taken(seconds, tuple(f"{a}{way}" for a in axes for way in ways), axes)
 
     def _anywhere(self, found: CollectiveOp, num_bytes: int) -> Taken:
-        """Groups that are no rows of the mesh: over the slowest links, holding all."""
+        """Groups that are not rows of the mesh: over the slowest links, taking all."""
         slowest = min(self._links.values(), key=lambda link: link.bandwidth)
-        size = {"?": max(map(len, found.groups))}
-        sent = Transfer(found.kind, UNKNOWN_AXES, num_bytes, "").sent(size)
+        sent = bytes_sent(found.kind, num_bytes, max(map(len, found.groups)))
         every = tuple(f"{axis}{way}" for axis in self._links for way in "<>")
         return Taken(slowest.seconds(sent), every, UNKNOWN_AXES)
 
     def _directions(self, found: CollectiveOp, axes: tuple[str, ...]) -> str:
-        """Which way a permute goes round: > or <, or both where it is no ring."""
+        """Returns which way a permute goes round: >, <, or both if not a ring."""
         size = self.sizes[axes[0]]
         if len(axes) != 1 or size == 2:
             return "<>"

@@ -25,7 +25,7 @@ ATTENTION_KERNELS = ('"__cudnn$fmha', '"tpu_custom_call"')
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """Data of the right shapes, so that nothing has to be read to compile."""
+    """Data of the right shapes, so that compiling reads none."""
 
     length: int
     separate_documents: bool = False
@@ -47,7 +47,7 @@ class StandIn:
 
 
 def main(job: Path, dump: Path) -> None:
-    # The devices are given; without this jax would look for TPUs of this machine.
+    # The devices are given; without this jax would look for local TPUs.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     facts = pickle.loads(job.read_bytes())
@@ -68,7 +68,7 @@ def main(job: Path, dump: Path) -> None:
     (program,) = dump.glob("*jit_train_step*after_optimizations.txt")
     text = program.read_text()
     job.with_suffix(".hlo").write_text(text)
-    # GPUs run one program; only TPU slices each have their own.
+    # GPUs run one program; TPU slices have one each.
     dcn = config.mesh.dcn if "num_slices" in facts["topology"] else None
     memory, collectives = (
         compiled.memory_analysis(),

@@ -4,13 +4,14 @@
                 several TPU slices, data or pipe crosses them
   remat         every policy
   microbatches  every number that divides the examples of a device; in a pipeline up to
-                MOST_IN_PIPE, of which the bubble is small with any number of stages
+                MOST_IN_PIPE, where the bubble is small with any number of stages
   schedule      with a pipe: gpipe, 1f1b, interleaved with every number of chunks
   gather        with a pipe, if the config leaves it open
 
-Batch and model stay as they are, and the plan if it is set; otherwise `sequence` goes
-with a tensor axis that divides the positions. An axis that the plan does not use stays
-1, pipe has stages of whole layers, and what the mesh does not divide is left out.
+Batch and model stay as they are, and so does the sharding plan if it is set; otherwise
+`sequence` goes with a tensor axis that divides the positions. An axis that the sharding
+plan does not use stays 1, stages have equal numbers of layers, and a mesh that does not
+divide the model is skipped.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ....models.remat import Remat
 from ....sharding import MeshSpec
-from ....sharding.mesh import AXES
+from ....sharding.mesh import AXES, mesh_sizes
 from ....sharding.pipeline.simulate import GATHERS
 from ....sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from ....sharding.resolve import Indivisible
@@ -49,7 +50,7 @@ class Choice:
     gather: str = "step"
 
     def of(self, config: "Config") -> "Config":
-        """The config with this chosen."""
+        """Returns the config with these settings."""
         changed: dict[str, Any] = {}
         if self.remat is not None:
             model: Any = config.model
@@ -71,7 +72,7 @@ class Choice:
 
     @property
     def in_parts(self) -> str:
-        """The schedule and its microbatches in a few words."""
+        """The schedule and its microbatches, in short."""
         num = self.num_microbatches
         if not self.schedule:
             return f"{num} parts" if num > 1 else "whole"
@@ -81,31 +82,38 @@ class Choice:
 
 
 def all_choices(config: "Config", target: Target) -> Iterator[tuple[Case, list]]:
-    """(the config on a mesh, all choices there), for every mesh that divides it."""
+    """Yields (the config on a mesh, its choices) for every mesh that divides it."""
     for spec in all_meshes(config, target):
         on_mesh = dataclasses.replace(
             config, mesh=spec, num_microbatches=1, pipeline=Pipelining()
         )
-        case = _divided(on_mesh, target)
+        case = first_divided(on_mesh, target, Indivisible)
         if case is not None:
             yield case, choices_on(config, case)
 
 
-def _divided(config: "Config", target: Target) -> Case | None:
-    """The config on its mesh, with `sequence` where that is open and divides."""
+def first_divided(
+    config: "Config", target: Target, skipped: type[ValueError]
+) -> Case | None:
+    """Returns the config under its sharding plan, or the best that divides it if open.
+
+    Args:
+      skipped: the error of a plan that is passed over.
+    """
     plans = [config.plan]
     if config.plan == AUTO:
-        plans = [WITH_SEQUENCE, STANDARD] if config.mesh.tensor > 1 else [STANDARD]
+        sizes = mesh_sizes(config.mesh.abstract(target.num_devices))
+        plans = [WITH_SEQUENCE, STANDARD] if sizes["tensor"] > 1 else [STANDARD]
     for name in plans:
         try:
             return make_case(dataclasses.replace(config, plan=name), target)
-        except Indivisible:
+        except skipped:
             continue
     return None
 
 
 def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
-    """Those of whole stages that use no axis in vain; pipe outermost."""
+    """Returns the meshes with equal stages and no unused axis; pipe varies slowest."""
     model: Any = config.model
     layers = model.num_layers if hasattr(model, "stack") else 1
     used = {
@@ -125,7 +133,7 @@ def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
 
 
 def _over_slices(sizes: dict[str, int], target: Target) -> list[dict[str, int] | None]:
-    """Which axis crosses the slices; nodes of GPUs need no word on that."""
+    """Returns which axis may cross the slices; GPU nodes need no such choice."""
     num = target.num_slices
     if num == 1 or not target.device.torus:
         return [None]
@@ -133,7 +141,7 @@ def _over_slices(sizes: dict[str, int], target: Target) -> list[dict[str, int] |
 
 
 def choices_on(config: "Config", case: Case) -> list[Choice]:
-    """All on the mesh of a case."""
+    """Returns all choices on the mesh of a case."""
     model: Any = config.model
     each = config.batch_size // case.ways(("batch",), (config.batch_size,))
     remats = REMATS if hasattr(model, "remat") else (None,)
@@ -156,10 +164,9 @@ def choices_on(config: "Config", case: Case) -> list[Choice]:
 
 
 def gathers_on(target: Target, pipeline: Pipelining) -> tuple[str, ...]:
-    """When a pipeline may gather weights, where that is open.
+    """Returns how often a pipeline may gather weights, if that is open.
 
-    With weights gathered once a microbatch the closed form was held against the
-    compiler for TPUs alone.
+    Gathering once a microbatch has been checked against the compiler for TPUs only.
     """
     if pipeline.gather != AUTO:
         return (pipeline.gather,)
@@ -167,7 +174,7 @@ def gathers_on(target: Target, pipeline: Pipelining) -> tuple[str, ...]:
 
 
 def _factors(count: int, num: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as a product of `num` factors, in order."""
+    """Yields every ordered way to write a number as a product of `num` factors."""
     if num == 1:
         yield (count,)
         return

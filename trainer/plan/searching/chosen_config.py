@@ -1,4 +1,4 @@
-"""Writes a chosen plan as a config: the user's own configs, and what differs."""
+"""Writes a candidate as a config: the user's own configs, and what differs."""
 
 import os
 import re
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from ...run.train import Config
 
 
-# Written also where the base has the same, so that a change of it changes nothing here.
+# Written even where the base has the same value, so that it may change later.
 CHOSEN = re.compile(
     r"\S+(MeshSpec\.\w+|Pipelining\.\w+|\.(batch_size|plan|remat|num_microbatches)) ="
 )
 
 
 def write(path: Path, config: "Config", names: Sequence[str], about: str) -> None:
-    """Writes a gin file that gives `config`, and reads it again to be sure.
+    """Writes a gin file that gives `config`, and reads it back to check.
 
     Args:
       names: the configs to include, as the command line had them.
@@ -29,7 +29,7 @@ def write(path: Path, config: "Config", names: Sequence[str], about: str) -> Non
     """
     if path.exists():
         raise ValueError(
-            f"--write {path}: there is such a file already. Name another, or remove it."
+            f"--write {path}: the file exists. Name another, or remove it."
         )
     if path.suffix != ".gin":
         raise ValueError(f"--write {path}: a config's name must end in .gin")
@@ -56,25 +56,25 @@ def _check(path: Path, config: "Config") -> None:
     flat = [config_tree.flatten(c) for c in (config, found)]
     if changes := config_tree.diff(*flat):
         raise ValueError(
-            f"--write {path}: read again, it gives another config: "
+            f"--write {path}: read back, it gives another config: "
             f"{config_tree.format_diff(changes)}. Set these values in it by hand; this "
-            "happens where a config has two parts of one class."
+            "happens if a config has two parts of one class."
         )
 
 
 def _included(name: str, path: Path) -> str:
-    """A shipped config by its name, a file as it is seen from the new one."""
+    """Returns a shipped config by its name, a file relative to the new one."""
     if not name.endswith(".gin") and name in config_files.shipped():
         return name
     return os.path.relpath(name, path.parent or ".")
 
 
 def _difference(config: "Config", base: "Config") -> tuple[list[str], list[str]]:
-    """(imports, bindings) that make `config` of a config that gives `base`."""
+    """Returns the (imports, bindings) that turn `base` into `config`."""
     old = set(_bindings(base))
     all_lines = _bindings(config)
     wanted = {line for line in all_lines if line not in old or CHOSEN.match(line)}
-    # A part that nothing bound before must be named, or its values count for nothing.
+    # A part that nothing bound before must be named, or its values are not used.
     grown = True
     while grown:
         parts = {line.partition(" = ")[0].rpartition(".")[0] for line in wanted}

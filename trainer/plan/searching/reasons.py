@@ -1,9 +1,9 @@
-"""Why other plans of a search lost to the best one, in one line each.
+"""Why other candidates of a search lost to the best one, in one line each.
 
-Plans are put together by one thing that they set: all with tensor=8, all with remat
-none. The fastest of such a kind stands for it, or where none fits, the leanest. Its
-reason is what its own numbers say: the part of the step that grew most against the
-best, or what fills its memory.
+Candidates are grouped by one setting: all with tensor=8, all with remat none. The
+fastest of such a group stands for it, or the leanest if none fits. The reason is in its
+own numbers: the part of the step that grew most against the best, or what fills its
+memory.
 """
 
 import collections
@@ -11,32 +11,32 @@ import dataclasses
 from collections.abc import Iterable
 
 from ....sharding.text import human_bytes
-from ..predict import Plan
+from ..predict import Forecast
 from .candidates import Choice
 from .searching import Candidate, Search
 
-# Of each thing, so many other values are shown, those that lose by least first.
+# How many other values of a setting are shown, those that lose by least first.
 SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """One kind of plan that is not the best.
+    """One group of candidates that is not the best.
 
     Attributes:
-      kind: what its plans have in common, such as "tensor=8".
-      plan: the best of them.
-      slower: its time against the best's, 1 being equal; None where it does not fit.
+      kind: what they have in common, such as "tensor=8".
+      forecast: of the best of them.
+      slower: its time relative to the best; None if it does not fit.
       why: the cause, in words.
     """
 
     kind: str
-    plan: Plan
+    forecast: Forecast
     slower: float | None
     why: str
 
     def __str__(self) -> str:
-        best_of_kind = f"{self.why} ({self.plan.case.spec})"
+        best_of_kind = f"{self.why} ({self.forecast.case.spec})"
         if self.slower is None:
             return f"{self.kind} does not fit: {best_of_kind}"
         more = self.slower - 1
@@ -46,11 +46,11 @@ class Reason:
 
 
 def reasons(found: Search) -> list[Reason]:
-    """Of every kind that is not the best's, the likeliest ones."""
+    """Returns the reasons of the groups that come closest, for every setting."""
     if found.best is None:
         return []
     first = found.best.choice
-    best, own = found.plan(found.best), kinds(first, first)
+    best, own = found.forecast(found.best), kinds(first, first)
     groups: dict[str, dict[str, list[Candidate]]] = collections.defaultdict(dict)
     for candidate in found.candidates:
         for thing, kind in kinds(candidate.choice, first).items():
@@ -64,7 +64,7 @@ def reasons(found: Search) -> list[Reason]:
 
 
 def kinds(choice: Choice, best: Choice) -> dict[str, str]:
-    """What a choice sets, in the words of a reason; microbatches on the best's mesh."""
+    """Names what a choice sets; microbatches only where all else is the best's."""
     mesh, num = choice.mesh, choice.num_microbatches
     found = {
         axis: f"{axis}={getattr(mesh, axis)}" for axis in ("data", "tensor", "pipe")
@@ -79,29 +79,31 @@ def kinds(choice: Choice, best: Choice) -> dict[str, str]:
 
 def _how_near(reason: Reason) -> tuple[bool, float]:
     if reason.slower is None:
-        return True, reason.plan.memory.peak
+        return True, reason.forecast.memory.peak
     return False, reason.slower
 
 
-def _reason(found: Search, best: Plan, kind: str, group: Iterable[Candidate]) -> Reason:
+def _reason(
+    found: Search, best: Forecast, kind: str, group: Iterable[Candidate]
+) -> Reason:
     fitting = [c for c in group if c.seconds is not None]
     if not fitting:
-        plan = found.leanest(group)
-        return Reason(kind, plan, None, why_not(plan))
-    plan = found.plan(min(fitting, key=lambda c: (c.seconds, c.peak)))
-    slower = plan.seconds_an_example / best.seconds_an_example
-    return Reason(kind, plan, slower, why_slower(plan, best))
+        lean = found.leanest(group)
+        return Reason(kind, lean, None, why_not(lean))
+    one = found.forecast(min(fitting, key=lambda c: (c.seconds, c.peak)))
+    slower = one.seconds_an_example / best.seconds_an_example
+    return Reason(kind, one, slower, why_slower(one, best))
 
 
-def why_not(plan: Plan) -> str:
-    """How much too large a plan is, and what is largest in it."""
-    usable = plan.target.device.usable
-    share = plan.memory.peak / usable
-    if plan.memory.arguments > usable:
-        state = plan.memory.arguments / usable
+def why_not(forecast: Forecast) -> str:
+    """Says how much too large a forecast is, and what is largest in it."""
+    usable = forecast.target.device.usable
+    share = forecast.memory.peak / usable
+    if forecast.memory.arguments > usable:
+        state = forecast.memory.arguments / usable
         return f"{share:.0%} of memory at the least, the state alone {state:.0%}"
     sizes: dict[str, int] = collections.Counter()
-    for part in plan.memory.parts:
+    for part in forecast.memory.parts:
         sizes[part.name] += part.bytes
     name = max(sizes, key=lambda name: sizes[name])
     return (
@@ -110,28 +112,28 @@ def why_not(plan: Plan) -> str:
     )
 
 
-def causes(plan: Plan) -> dict[str, float]:
-    """Where the seconds of a step go, those of bubbles apart."""
-    parts = plan.roofline.waits
-    if plan.case.pipeline is not None:
-        blocks = plan.flops.blocks / plan.target.device.flops
-        bubble = blocks * plan.case.pipeline.simulation.bubble
+def causes(forecast: Forecast) -> dict[str, float]:
+    """Returns where the seconds of a step go, bubbles apart."""
+    parts = forecast.roofline.waits
+    if forecast.case.pipeline is not None:
+        blocks = forecast.flops.blocks / forecast.target.device.flops
+        bubble = blocks * forecast.case.pipeline.simulation.bubble
         parts["compute"] -= bubble
         parts["bubble"] = bubble
     return parts
 
 
-def why_slower(plan: Plan, best: Plan) -> str:
-    """The part of the step that grew most, in seconds of an example."""
+def why_slower(forecast: Forecast, best: Forecast) -> str:
+    """Names the part of the step that grew most, in seconds per example."""
     mine, others = (
         {name: s / p.config.batch_size for name, s in causes(p).items()}
-        for p in (plan, best)
+        for p in (forecast, best)
     )
     name = max(mine, key=lambda name: mine[name] - others.get(name, 0.0))
-    share = mine[name] / plan.seconds_an_example
+    share = mine[name] / forecast.seconds_an_example
     before = others.get(name, 0.0) / best.seconds_an_example
     if name == "compute":
-        ratios = [p.flops.executed / p.flops.model for p in (plan, best)]
+        ratios = [p.flops.executed / p.flops.model for p in (forecast, best)]
         return "it executes {:.2f} of the model's FLOPs, the best {:.2f}".format(
             *ratios
         )

@@ -1,4 +1,4 @@
-"""How a step's time scales, as an SVG: both axes by ratios, dashed what is ideal."""
+"""How a step's time scales, as an SVG with two log axes; dashed lines are ideal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,11 @@ NAMES: dict[Kind, str] = {
 
 
 def svg(found: Mapping[Kind, Sequence[Point]], title: str) -> str:
-    """The picture; sizes on which nothing fits have no point."""
+    """Draws the picture; sizes on which nothing fits have no point."""
     curves: dict[Kind, list[tuple[int, float, Point]]] = {
-        kind: [(p.num_devices, p.plan.roofline.step, p) for p in points if p.plan]
+        kind: [
+            (p.num_devices, p.forecast.roofline.step, p) for p in points if p.forecast
+        ]
         for kind, points in found.items()
     }
     all_points = [point for curve in curves.values() for point in curve]
@@ -43,7 +45,7 @@ def svg(found: Mapping[Kind, Sequence[Point]], title: str) -> str:
             parts.append(_line(_ideal(kind, curve), devices, axis, kind, dashed=True))
             line = [(num, seconds) for num, seconds, _ in curve]
             parts.append(_line(line, devices, axis, kind))
-    # Words last, so that no line runs through them: of the upper curve above it.
+    # Text last, so that no line crosses it: above the upper curve, below the lower.
     upper: dict[int, float] = {}
     for num, seconds, _ in all_points:
         upper[num] = max(seconds, upper.get(num, 0.0))
@@ -61,7 +63,7 @@ def svg(found: Mapping[Kind, Sequence[Point]], title: str) -> str:
 
 
 def _ideal(kind: Kind, curve: Sequence[tuple[int, float, Point]]) -> list:
-    """What a perfect use of more devices would give, from the first point on."""
+    """Returns the curve of perfect scaling from the first point on."""
     first, seconds, _ = curve[0]
     falls = kind == "strong"
     return [(num, seconds * (first / num if falls else 1.0)) for num, _, _ in curve]
@@ -112,7 +114,7 @@ def _line(points, devices, axis: Axis, kind: Kind, *, dashed: bool = False) -> s
 
 
 def _dot(point: Point, x: float, y: float, kind: Kind, words: int) -> str:
-    """A point; its efficiency stands `words` pixels below, or above if negative."""
+    """Draws a point, its efficiency `words` pixels below, or above if negative."""
     color = COLORS[kind]
     text = f"{point.efficiency:.0%}"
     return (

@@ -1,8 +1,8 @@
-"""The best of all plans for a config on a target, by the closed form.
+"""Searches for the best way to lay a config out on a target, by the closed form.
 
-Memory is a hard limit; among the plans that fit, `Plan.seconds_an_example` decides.
-A mesh on which the state alone is too much is passed over whole: that much is known
-before any of its plans is made.
+Memory is a hard limit; among candidates that fit, `Forecast.seconds_an_example`
+decides. A mesh on which the state alone is too large is skipped as a whole: that is
+known before any forecast is made.
 """
 
 import dataclasses
@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 
 from ...program.hardware import Target, parse_target
 from ..memory import state_parts
-from ..predict import Plan
+from ..predict import Forecast
 from ..scenario import make_case
 from .candidates import Choice, all_choices
 
 if TYPE_CHECKING:
     from ...run.train import Config
 
-Progress = Callable[[int, int], None]  # plans looked at, of which fit
+Progress = Callable[[int, int], None]  # candidates looked at, of which fit
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A choice and what became of it.
+    """A choice and its cost.
 
     Attributes:
-      peak: bytes of a device; of a mesh that was passed over, those of the state alone.
-      seconds: of an example; None where it does not fit.
-      is_bound: whether `peak` is only what the plan needs at the least.
+      peak: bytes on a device; on a mesh that was skipped, those of the state alone.
+      seconds: per example; None if it does not fit.
+      is_bound: whether `peak` is only a lower bound.
     """
 
     choice: Choice
@@ -41,7 +41,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """All that was looked at; `took` is in seconds."""
+    """Everything that was looked at; `took` is in seconds."""
 
     config: "Config"
     target: Target
@@ -51,7 +51,7 @@ class Search:
 
     @functools.cached_property
     def fitting(self) -> tuple[Candidate, ...]:
-        """Those that fit, the fastest first, and of equal ones that of least memory."""
+        """Candidates that fit, the fastest first, then those of least memory."""
         found = [c for c in self.candidates if c.seconds is not None]
         return tuple(sorted(found, key=lambda c: (c.seconds, c.peak)))
 
@@ -60,30 +60,30 @@ class Search:
         return self.fitting[0] if self.fitting else None
 
     def finalists(self, num: int) -> list[Candidate]:
-        """The best few, of each mesh the best one."""
+        """Returns the best few, one for each mesh."""
         firsts: dict[str, Candidate] = {}
         for candidate in self.fitting:
             firsts.setdefault(str(candidate.choice.mesh), candidate)
         return list(firsts.values())[:num]
 
-    def plan(self, candidate: Candidate) -> Plan:
-        return Plan(make_case(candidate.choice.of(self.config), self.target))
+    def forecast(self, candidate: Candidate) -> Forecast:
+        return Forecast(make_case(candidate.choice.of(self.config), self.target))
 
-    def leanest(self, candidates: Iterable[Candidate] | None = None) -> Plan:
-        """The plan of least memory, of some candidates or of all.
+    def leanest(self, candidates: Iterable[Candidate] | None = None) -> Forecast:
+        """Returns the forecast of least memory, of some candidates or of all.
 
-        Of what was passed over only what it needs at the least is known, so the plans
-        that could be the leanest are made, the likeliest first.
+        Of what was skipped only a lower bound is known, so those that could be the
+        leanest are forecast, the likeliest first.
         """
-        best: Plan | None = None
+        best: Forecast | None = None
         if candidates is None:
             candidates = self.candidates
         for candidate in sorted(candidates, key=lambda c: c.peak):
             if best is not None and candidate.peak >= best.memory.peak:
                 break
-            plan = self.plan(candidate)
-            if best is None or plan.memory.peak < best.memory.peak:
-                best = plan
+            found = self.forecast(candidate)
+            if best is None or found.memory.peak < best.memory.peak:
+                best = found
         assert best is not None
         return best
 
@@ -98,8 +98,8 @@ def search(
     """Looks at every way to lay a config out on a target.
 
     Args:
-      batch: batch_size instead of the config's.
-      progress: is called now and then.
+      batch: replaces the config's batch_size.
+      progress: is called after every mesh.
     """
     if isinstance(target, str):
         target = parse_target(target)
@@ -127,7 +127,7 @@ def _tried(
 ) -> list[Candidate]:
     found = []
     for choice in choices:
-        plan = Plan(make_case(choice.of(config), target))
-        seconds = plan.seconds_an_example if plan.fits else None
-        found.append(Candidate(choice, plan.memory.peak, seconds))
+        one = Forecast(make_case(choice.of(config), target))
+        seconds = one.seconds_an_example if one.fits else None
+        found.append(Candidate(choice, one.memory.peak, seconds))
     return found

@@ -1,24 +1,28 @@
-"""`meshloom plan --search` and `--smallest` as text and JSON."""
+"""`meshloom plan --search`, `--smallest` and `--scale` as text and JSON."""
 
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.text import align, human_bytes
 from ...program.hardware import Target
-from ..predict import Plan
-from ..text import print_styled, seconds_text
+from ..predict import Forecast
+from ..text import bar, print_styled, seconds_text
 from .finalists import Finalist, compile_finalist, table
 from .reasons import reasons, why_not
+from .scaling import Kind, Point, in_words, scaling, smallest
 from .searching import Candidate, Search, search
-from .smallest import in_words, smallest
 
 if TYPE_CHECKING:
     from ...run.train import Config
 
-TOP, PARTS_SHOWN = 5, 3
+TOP, PARTS_SHOWN, WIDTH = 5, 3, 20
+TITLES: dict[Kind, str] = {
+    "strong": "strong: batch {} on all devices together",
+    "weak": "weak: batch {} on {}, the same for each device elsewhere",
+}
 
 
 def show(
@@ -30,11 +34,11 @@ def show(
     compiles: bool = False,
     as_json: bool = False,
 ) -> Search:
-    """Searches, prints the best plans and returns all that was found.
+    """Searches, prints the best candidates and returns all that was found.
 
     Args:
-      batch: batch_size instead of the config's.
-      top: how many plans are shown.
+      batch: replaces the config's batch_size.
+      top: how many candidates are shown.
       compiles: compiles these for the target too.
     """
     with Ticker() as ticker:
@@ -42,19 +46,20 @@ def show(
     if found.best is None:
         _show_nothing_fits(found, as_json)
         return found
-    chosen = found.finalists(top)
-    plans = [found.plan(c) for c in chosen]
+    best = found.finalists(top)
+    forecasts = [found.forecast(c) for c in best]
     compiled: list[Finalist] = []
     if not as_json:
-        print_styled(f"{counted(found)}\n\n{best_table(found, chosen)}")
-        print_styled("\n".join(["\nWhy others lost", *_lines(reasons(found))]))
+        print_styled(f"{counted(found)}\n\n{best_table(found, best)}")
+        lines = [f"  {reason}" for reason in reasons(found)]
+        print_styled("\n".join(["\nWhy others lost", *lines]))
     if compiles:
-        for number, plan in enumerate(plans, 1):
-            words = f"Compiling {number} of {len(plans)}: {plan.case.spec}"
+        for number, each in enumerate(forecasts, 1):
+            words = f"Compiling {number} of {len(forecasts)}: {each.case.spec}"
             print(words, file=sys.stderr, flush=True)
-            compiled.append(compile_finalist(plan))
+            compiled.append(compile_finalist(each))
     if as_json:
-        print(json.dumps(_json(found, plans, compiled), indent=1))
+        _print_json(_json(found, forecasts, compiled))
     elif compiled:
         print_styled(f"\n{table(compiled)}")
     return found
@@ -67,57 +72,102 @@ def show_smallest(
     batch: int | None = None,
     as_json: bool = False,
 ) -> Search | None:
-    """Prints and returns the best plan on the fewest devices; None if none will do."""
+    """Prints and returns the best on the fewest devices; None if nothing fits."""
     with Ticker() as ticker:
         found = smallest(config, target, batch=batch, progress=ticker)
     if found is None or found.best is None:
         print_styled(in_words(None, target))
         return None
     if as_json:
-        print(json.dumps(_json(found, [found.plan(found.best)], []), indent=1))
+        _print_json(_json(found, [found.forecast(found.best)], []))
     else:
         print_styled(f"{in_words(found, target)}\n\n{best_table(found, [found.best])}")
+    return found
+
+
+def show_scaling(
+    config: "Config",
+    target: Target,
+    kinds: Sequence[Kind],
+    *,
+    batch: int | None = None,
+    as_json: bool = False,
+) -> dict[Kind, list[Point]]:
+    """Prints and returns how the best candidate scales, in each of the kinds.
+
+    Args:
+      batch: replaces the config's batch_size; for "weak" that of the target.
+    """
+    batch = config.batch_size if batch is None else batch
+    with Ticker() as ticker:
+        found: dict[Kind, list[Point]] = {
+            kind: scaling(config, target, kind, batch=batch, progress=ticker)
+            for kind in kinds
+        }
+    if as_json:
+        _print_json({k: [_point_json(p) for p in v] for k, v in found.items()})
+        return found
+    for kind, points in found.items():
+        title = TITLES[kind].format(batch, target.name)
+        print_styled(f"{title}\n{scaling_table(points)}\n")
     return found
 
 
 def counted(found: Search) -> str:
     config, target = found.config, found.target
     return (
-        f"{target.name}: {len(found.candidates):,} plans on {found.num_meshes} meshes "
-        f"looked at in {found.took:.1f} s, {len(found.fitting):,} fit; batch "
+        f"{target.name}: {len(found.candidates):,} candidates on {found.num_meshes} "
+        f"meshes looked at in {found.took:.1f} s, {len(found.fitting):,} fit; batch "
         f"{config.batch_size}, plan {config.plan}"
     )
 
 
 def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
-    head = ("best", "mesh", "in parts", "remat", "step", "tokens/s", "MFU", "memory")
-    rows: list[tuple[str, ...]] = [(*head, "of the step")]
+    head = "best,mesh,in parts,remat,step,tokens/s,MFU,memory,of the step".split(",")
+    rows: list[list[str]] = [head]
     for number, candidate in enumerate(candidates, 1):
-        plan, choice = found.plan(candidate), candidate.choice
-        share = plan.memory.peak / plan.target.device.usable
-        rows.append(
-            (
-                f"  {number}",
-                str(choice.mesh),
-                choice.in_parts,
-                str(choice.remat),
-                seconds_text(plan.roofline.step),
-                f"{tokens_a_second(plan):,.0f}",
-                f"<= {plan.mfu:.0%}",
-                f"{share:.0%}",
-                largest_parts(plan),
-            )
-        )
+        each, choice = found.forecast(candidate), candidate.choice
+        share = each.memory.peak / each.target.device.usable
+        row = [f"  {number}", str(choice.mesh), choice.in_parts, str(choice.remat)]
+        rows.append([*row, *_speed(each), f"{share:.0%}", largest_parts(each)])
     return align(rows, right=(4, 5, 6, 7))
 
 
-def tokens_a_second(plan: Plan) -> float:
-    return plan.case.length / plan.seconds_an_example
+def scaling_table(points: Sequence[Point]) -> str:
+    head = "devices,batch,step,tokens/s,MFU,efficiency,,best candidate".split(",")
+    rows: list[list[str]] = [head]
+    most = max((p.efficiency or 0.0 for p in points), default=1.0)
+    for point in points:
+        cells = ["-", "-", "-", "-", "", _why_none(point)]
+        if point.forecast and point.best and point.efficiency is not None:
+            choice = point.best.choice
+            cells = [
+                *_speed(point.forecast),
+                f"{point.efficiency:.0%}",
+                bar(point.efficiency / most, WIDTH),
+                f"{choice.mesh}, {choice.in_parts}, remat {choice.remat}",
+            ]
+        rows.append([str(point.num_devices), str(point.batch), *cells])
+    return align(rows, right=range(6))
 
 
-def largest_parts(plan: Plan) -> str:
-    total = plan.roofline.step
-    parts = sorted(plan.roofline.waits.items(), key=lambda part: -part[1])
+def _speed(found: Forecast) -> list[str]:
+    tokens = found.case.length / found.seconds_an_example
+    step = seconds_text(found.roofline.step)
+    return [step, f"{tokens:,.0f}", f"<= {found.mfu:.0%}"]
+
+
+def _why_none(point: Point) -> str:
+    if point.best is not None:
+        return ""
+    if not point.found.candidates:
+        return f"no mesh divides batch {point.batch}"
+    return f"nothing fits: {why_not(point.found.leanest())}"
+
+
+def largest_parts(found: Forecast) -> str:
+    total = found.roofline.step
+    parts = sorted(found.roofline.waits.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{name.removeprefix('network, ')} {seconds / total:.0%}"
         for name, seconds in parts[:PARTS_SHOWN]
@@ -125,41 +175,36 @@ def largest_parts(plan: Plan) -> str:
     )
 
 
-def _lines(items: Sequence[Any]) -> list[str]:
-    return [f"  {item}" for item in items]
-
-
 def _show_nothing_fits(found: Search, as_json: bool) -> None:
+    target, rows = found.target, found.config.batch_size
     if not found.candidates:
-        num, rows = found.target.num_devices, found.config.batch_size
         raise ValueError(
-            f"--search: no mesh of {num} devices divides the layers, heads, hidden "
-            f"units and vocabulary of the model and batch {rows}. Take another --batch "
-            "or --target."
+            f"--search: no mesh of {target.num_devices} devices divides the layers, "
+            f"heads, hidden units and vocabulary of the model and batch {rows}. Try "
+            "another --batch or --target."
         )
     lean = found.leanest()
     with Ticker() as ticker:
-        num = found.target.num_devices
-        least = smallest(found.config, found.target, more_than=num, progress=ticker)
+        num = target.num_devices
+        least = smallest(found.config, target, more_than=num, progress=ticker)
     if as_json:
-        document = _json(found, [], [])
-        document["leanest"] = lean.to_json()
-        document["smallest"] = least and least.target.name
-        print(json.dumps(document, indent=1))
+        more = {"leanest": lean.to_json(), "smallest": least and least.target.name}
+        _print_json(_json(found, [], []) | more)
         return
-    over = human_bytes(lean.memory.peak - lean.target.device.usable)
-    lines = [
-        counted(found),
-        "",
-        f"Nothing fits. The leanest plan, {lean.case.spec}, is {over} too large on "
-        f"each device: {why_not(lean)}.",
-        in_words(least, found.target),
-    ]
-    print_styled("\n".join(lines))
+    over = human_bytes(lean.memory.peak - target.device.usable)
+    print_styled(
+        f"{counted(found)}\n\nNothing fits. The leanest candidate, {lean.case.spec}, "
+        f"is {over} too large on each device: {why_not(lean)}.\n"
+        f"{in_words(least, target)}"
+    )
+
+
+def _print_json(document: Mapping[str, Any]) -> None:
+    print(json.dumps(document, indent=1))
 
 
 def _json(
-    found: Search, plans: Sequence[Plan], compiled: Sequence[Finalist]
+    found: Search, forecasts: Sequence[Forecast], compiled: Sequence[Finalist]
 ) -> dict[str, Any]:
     return {
         "target": found.target.name,
@@ -169,8 +214,8 @@ def _json(
         "fit": len(found.fitting),
         "seconds": found.took,
         "best": [
-            plan.to_json() | {"mesh_flag": str(plan.case.spec), **_schedule(plan)}
-            for plan in plans
+            each.to_json() | {"mesh_flag": str(each.case.spec), **_schedule(each)}
+            for each in forecasts
         ],
         "reasons": [
             {"kind": r.kind, "time": r.slower, "why": r.why, "text": str(r)}
@@ -188,15 +233,26 @@ def _json(
     }
 
 
-def _schedule(plan: Plan) -> dict[str, Any]:
-    if plan.case.pipeline is None:
-        return {"schedule": None, "num_chunks": None}
-    schedule = plan.case.pipeline.schedule
-    return {"schedule": schedule.name, "num_chunks": schedule.num_chunks}
+def _schedule(found: Forecast) -> dict[str, Any]:
+    schedule = found.case.pipeline and found.case.pipeline.schedule
+    return {
+        "schedule": schedule and schedule.name,
+        "num_chunks": schedule and schedule.num_chunks,
+    }
+
+
+def _point_json(point: Point) -> dict[str, Any]:
+    return {
+        "target": point.found.target.name,
+        "devices": point.num_devices,
+        "batch_size": point.batch,
+        "efficiency": point.efficiency,
+        "best": point.forecast.to_json() if point.forecast else None,
+    }
 
 
 class Ticker:
-    """A line on a terminal, for searches that take longer than a second."""
+    """A progress line on a terminal, for searches that take longer than a second."""
 
     def __init__(self):
         self._begin, self._next, self._width = time.perf_counter(), 1.0, 0
@@ -208,13 +264,13 @@ class Ticker:
         passed = time.perf_counter() - self._begin
         if passed > self._next and sys.stderr.isatty():
             self._next = passed + 0.2
-            self._tell(f"{num:,} plans looked at, {num_fit:,} fit")
+            self._write(f"{num:,} candidates looked at, {num_fit:,} fit")
 
     def __exit__(self, *_) -> None:
         if self._width:
-            self._tell("")
+            self._write("")
             print(end="\r", file=sys.stderr, flush=True)
 
-    def _tell(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
         self._width = max(self._width, len(text))

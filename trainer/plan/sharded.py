@@ -1,4 +1,4 @@
-"""How a plan cuts arrays over a mesh, found once and remembered.
+"""Arrays as a mesh shards them, resolved once and remembered.
 
 A search asks for the same arrays on the same mesh over and over, with other numbers of
 microbatches and other remat. What does not depend on these is resolved once here.
@@ -16,22 +16,22 @@ from ...sharding.rules import Role
 from ..program.state import State
 
 FLOAT32 = 4
-# The smallest part of an array that a TPU stores: so many rows of so many lanes.
+# A TPU stores arrays in tiles of so many rows and lanes.
 SUBLANES, LANES = 8, 128
 
 
-class Cutting:
-    """Arrays of any kind under one plan on one mesh.
+class Sharded:
+    """Arrays of any kind under one set of rules on one mesh.
 
     Attributes:
-      params, opt_state, gradients, compute: the state as each is cut.
+      params, opt_state, gradients, compute: the trees of the state, each as sharded.
     """
 
     def __init__(
         self, rules: Rules, sizes: dict[str, int], tiled: bool, state: State, axes: Any
     ):
         self.rules, self.sizes, self.tiled = rules, sizes, tiled
-        self._cuts: dict[Any, tuple[tuple[str, ...], ...]] = {}
+        self._axes: dict[Any, tuple[tuple[str, ...], ...]] = {}
         self._bytes: dict[Any, int] = {}
         self._resident: dict[Any, dict[str, int]] = {}
         self.totals: dict[Any, float] = {}  # for arrays.py, of what it has summed
@@ -43,12 +43,12 @@ class Cutting:
     def _tree(self, tree: Any, axes: Any, role: Role) -> Resolved:
         return resolve(tree, self.rules, self.sizes, axes=axes, role=role)
 
-    def cuts(
+    def mesh_axes(
         self, axes: Any, shape: Sequence[int], role: Role, name: str = ""
     ) -> tuple[tuple[str, ...], ...]:
-        """The mesh axes that cut each dimension of an array."""
+        """Returns the mesh axes that shard each dimension of an array."""
         key = axes, tuple(shape), role
-        if key not in self._cuts:
+        if key not in self._axes:
             dims = resolve_dimensions(
                 axes,
                 shape,
@@ -57,38 +57,42 @@ class Cutting:
                 name=name or f"array {axes}",
                 role=role,
             )
-            self._cuts[key] = tuple(d.mesh_axes for d in dims)
-        return self._cuts[key]
+            self._axes[key] = tuple(d.mesh_axes for d in dims)
+        return self._axes[key]
 
     def bytes(self, array: Any) -> int:
-        """What a device stores of an array of the model's costs, one of its count."""
+        """Returns what a device stores of one array of the model's costs."""
         key = array.axes, array.shape, array.itemsize, array.rows
         if key not in self._bytes:
-            cuts = self.cuts(array.axes, array.shape, "compute", array.name)
-            shape = [
-                size // math.prod(self.sizes[axis] for axis in cut)
-                for size, cut in zip(array.shape, cuts, strict=True)
-            ]
+            axes = self.mesh_axes(array.axes, array.shape, "compute", array.name)
+            shape = self.local_shape(array.shape, axes)
             if array.rows and self.tiled:
                 shape[-1] = math.ceil(shape[-1] / LANES) * LANES
             self._bytes[key] = self.stored(shape, array.itemsize)
         return self._bytes[key]
 
     def resident(self, tree: Resolved, itemsize: int | None = None) -> dict[str, int]:
-        """Bytes on a device of each array of one of the four trees."""
+        """Returns the bytes on a device of each array of one of the four trees."""
         key = id(tree), itemsize  # the trees live as long as this does
         if key not in self._resident:
             self._resident[key] = {
                 array.path: self.stored(
-                    [
-                        d.size // math.prod(self.sizes[axis] for axis in d.mesh_axes)
-                        for d in array.dimensions
-                    ],
+                    self.local_shape(
+                        array.shape, [d.mesh_axes for d in array.dimensions]
+                    ),
                     itemsize or array.itemsize,
                 )
                 for array in tree.arrays
             }
         return self._resident[key]
+
+    def local_shape(
+        self, shape: Sequence[int], axes: Sequence[Sequence[str]]
+    ) -> list[int]:
+        return [
+            size // math.prod(self.sizes[axis] for axis in each)
+            for size, each in zip(shape, axes, strict=True)
+        ]
 
     def stored(self, shape: Sequence[int], itemsize: int) -> int:
         if self.tiled:
@@ -98,9 +102,9 @@ class Cutting:
 
 @functools.lru_cache(maxsize=4096)
 def tiled_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes in tiles of 8 x 128 values (of 32 bits; of 16 bits, twice as many rows).
+    """Returns bytes in tiles of 8 x 128 values; of 16 bits, 16 x 128.
 
-    The compiler lays two dimensions into tiles so that least is filled up.
+    The compiler tiles the two dimensions that need the least padding.
     """
     sizes = [size for size in shape if size > 1] or [1]
     rows = SUBLANES * FLOAT32 // itemsize if itemsize < FLOAT32 else SUBLANES

@@ -1,8 +1,8 @@
-"""What `meshloom train` says of its own step: a forecast, and how right it was.
+"""The forecast that `meshloom train` prints of its own step, and how right it was.
 
-The forecast is `plan` for the devices that are here, before anything is compiled. It
-must never end a run, so whatever keeps it from being made is said in its place. At the
-end it is compared with the memory and the step time that were found.
+It is made for the devices at hand, before anything is compiled. It must never end a
+run, so whatever prevents it is reported in its place. At the end of the run it is
+compared with the memory and the step time that were measured.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from ...sharding.text import human_bytes, short_number
 from ..program.hardware import CPU
 from ..record import metrics
 from .local_target import target_here
-from .predict import Plan, plan
+from .predict import Forecast, forecast
 from .text import seconds_text
 
 if TYPE_CHECKING:
@@ -25,33 +25,33 @@ WIDEST_REASON = 200
 
 
 @dataclasses.dataclass(frozen=True)
-class Forecast:
-    """Of the steps after `start`; where there is none, `reason` says why."""
+class RunForecast:
+    """The forecast for the steps after `start`; if None, `reason` says why."""
 
     start: int
-    plan: Plan | None
+    forecast: Forecast | None
     reason: str = ""
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, as it is modelled; None on CPUs.
+        """The modelled time of a step; None on CPUs.
 
-        A roofline is made of peaks. On CPUs steps took 3 to 6 times as long, by how
-        small the products are and what else the cores do: that is no forecast.
+        A roofline is built from peaks. On CPUs steps took 3 to 6 times as long,
+        depending on how small the products are and what else the cores do.
         """
-        assert self.plan is not None
-        is_cpu = self.plan.target.device.platform == CPU
-        return None if is_cpu else self.plan.roofline.step
+        assert self.forecast is not None
+        is_cpu = self.forecast.target.device.platform == CPU
+        return None if is_cpu else self.forecast.roofline.step
 
     def line(self) -> str:
-        if self.plan is None:
+        if self.forecast is None:
             return f"No forecast: {self.reason}"
-        target, memory = self.plan.target, self.plan.memory.peak
+        target, memory = self.forecast.target, self.forecast.memory.peak
         device = target.device
         share = f"{memory / device.usable:.0%} of its memory"
         words = (
             f"Forecast: {human_bytes(memory)} on a device, {share}"
-            f"{'' if self.plan.fits else ', too much'}"
+            f"{'' if self.forecast.fits else ', too much'}"
         )
         if self.seconds is None:
             return words
@@ -63,11 +63,11 @@ class Forecast:
         )
 
     def to_json(self, measured: "Measured | None" = None) -> dict[str, Any]:
-        """The plan, and what was measured once that is known."""
+        """Returns the forecast, and what was measured once that is known."""
         document: dict[str, Any] = {"start": self.start}
-        if self.plan is None:
+        if self.forecast is None:
             return document | {"reason": self.reason}
-        document |= {"seconds": self.seconds, "plan": self.plan.to_json()}
+        document |= {"seconds": self.seconds, "plan": self.forecast.to_json()}
         if measured is not None:
             document["measured"] = dataclasses.asdict(measured)
         return document
@@ -75,11 +75,11 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a run found; None where it could not.
+    """What a run measured; None where it could not.
 
     Attributes:
-      memory: bytes of the device of this process that had most.
-      memory_of: whose figure that is.
+      memory: the most bytes that any local device had in use.
+      memory_of: where that figure comes from.
       seconds: the median of the step times that the run recorded.
     """
 
@@ -88,30 +88,31 @@ class Measured:
     seconds: float | None
 
 
-def foretell(prepared: "Prepared", start: int, hosts: Sequence[str] = ()) -> Forecast:
-    """The forecast of a run's steps after `start`, for its own devices."""
+def forecast_run(
+    prepared: "Prepared", start: int, hosts: Sequence[str] = ()
+) -> RunForecast:
+    """Forecasts a run's steps after `start`, for its own devices."""
     try:
         devices = list(prepared.mesh.devices.flat)
         target = target_here(devices, prepared.matmul_dtype, hosts)
-        found = plan(prepared.chosen.config, target)
-        forecast = Forecast(start, found)
-        forecast.line()  # what cannot be computed fails here
-        return forecast
-    except Exception as error:  # of a user's model too: no forecast is worth a run
+        found = RunForecast(start, forecast(prepared.chosen.config, target))
+        found.line()  # what cannot be computed fails here
+        return found
+    except Exception as error:  # also from a user's model: a run must go on
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         first = str(error).split("\n")[0].split(". ")[0]
-        return Forecast(start, None, kind + first[:WIDEST_REASON])
+        return RunForecast(start, None, kind + first[:WIDEST_REASON])
 
 
 def measure(prepared: "Prepared", folder: Path, start: int) -> Measured:
-    """What the steps after `start` took, when they are done."""
+    """Measures what the steps after `start` took."""
     rows = metrics.read(Path(folder) / metrics.FILES["train"])
     memory, whose = _memory(prepared)
     return Measured(memory, whose, metrics.median_step_seconds(rows, start))
 
 
 def _memory(prepared: "Prepared") -> tuple[int | None, str]:
-    """What devices have had in use; a CPU does not say, so what is reserved there."""
+    """Returns the memory that was in use; a CPU does not say, so what is reserved."""
     stats = [device.memory_stats() for device in prepared.mesh.local_devices]
     used = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     if used:
@@ -119,6 +120,6 @@ def _memory(prepared: "Prepared") -> tuple[int | None, str]:
     found = prepared.compile().memory_analysis()
     if found is None:
         return None, "compiler's"
-    # Not its peak: for CPUs that leaves out what is alive at once.
+    # Not the compiler's peak: for CPUs that omits arrays that are alive at once.
     reserved = found.argument_size_in_bytes + found.temp_size_in_bytes
     return reserved, "compiler's"

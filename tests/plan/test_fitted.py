@@ -1,0 +1,83 @@
+"""The numbers that were fitted to compilers: all are used, and they still hold.
+
+`make tpu-test` runs the test that needs libtpu, with the version that the table names.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+
+import pytest
+from tiny_plans import compiled_config, config
+
+from meshloom.sharding.plans import WITH_SEQUENCE
+from meshloom.trainer.plan import fitted, forecast
+from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
+from meshloom.trainer.plan.traffic import by_axes
+from meshloom.trainer.program.pipelining import Pipelining
+
+STAGED = Pipelining(schedule="1f1b", gather="step")
+FORECASTS = {
+    "tpu": [
+        ("v5e:4x4", "fsdp=16", {}),
+        ("v5e:4x4", "fsdp=4,tensor=4", {"remat": "full"}),
+        ("v5e:4x4", "fsdp=16", {"remat": "full", "attention": "xla"}),
+        ("v5e:4x4", "pipe=2,fsdp=2,tensor=4", {"remat": "full"}),
+    ],
+    "gpu": [
+        ("h100:2x8", "fsdp=16", {}),
+        ("h100:2x8", "fsdp=16", {"remat": "full", "attention": "xla"}),
+        ("h100:2x8", "pipe=2,fsdp=2,tensor=4", {"remat": "full"}),
+    ],
+}
+# On GPUs the head's gradient is never a ring.
+UNUSED = {("gpu", "loop_devices")}
+
+
+def figures(platform: str) -> list[float]:
+    found = []
+    for target, mesh, settings in FORECASTS[platform]:
+        c = config(**settings)
+        if "pipe" in mesh:
+            c = dataclasses.replace(c, pipeline=STAGED, num_microbatches=4)
+        one = forecast(c, target, mesh=mesh, batch=64)
+        moments = one.memory.moments.values()
+        found += [sum(part.bytes for part in parts) for parts in moments]
+        found.append(one.roofline.step)
+    return found
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+    "name", [f.name for f in dataclasses.fields(fitted.Fitted) if f.name != "fit"]
+)
+def test_every_number_of_the_table_counts(platform, name, monkeypatch):
+    before, table = figures(platform), getattr(fitted, platform.upper())
+    other = {"gathering_devices": (), "loop_devices": 1000}
+    value = other[name] if name in other else getattr(table, name) + 0.5
+    changed = dataclasses.replace(table, **{name: value})
+    monkeypatch.setattr(fitted, platform.upper(), changed)
+    assert (figures(platform) == before) == ((platform, name) in UNUSED)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the compiler for TPUs, is not installed; make tpu-test brings it",
+)
+def test_the_table_holds_for_the_compiler_that_it_names():
+    fit = fitted.TPU.fit
+    assert fit.compiler == f"libtpu {importlib.metadata.version('libtpu')}"
+    c = compiled_config(remat="full", num_microbatches=1)
+    c = dataclasses.replace(c, plan=WITH_SEQUENCE)
+    found = forecast(c, "v5e:4x4", mesh="fsdp=4,tensor=4", batch=64)
+    compiled = compile_step(found)
+    assert found.memory.peak == pytest.approx(compiled.peak, rel=fit.peak)
+    assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)
+    moved, expected = compiled.bytes_by_axes(), by_axes(found.transfers)
+    for axes in {*moved, *expected}:
+        if max(moved.get(axes, 0), expected.get(axes, 0)) > SMALL:
+            assert expected[axes] == pytest.approx(moved[axes], rel=0.05), axes
+    assert compiled.modelled is not None
+    seconds = compiled.modelled["seconds"]
+    assert found.roofline.step == pytest.approx(seconds, rel=fit.step)
