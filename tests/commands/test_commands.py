@@ -118,13 +118,13 @@ def test_generate(run, capsys):
         (["--prompt", ""], "the prompt is empty; give at least one character"),
         (
             ["--prompt", "abc", "--tokens", "30"],
-            "prompt tokens (3) plus new tokens (30) are 33, but the model's max_length is "
-            "32. Generate at most 29 tokens.",
+            "prompt tokens (3) plus new tokens (30) are 33, but the model's max_length "
+            "is 32. Generate at most 29 tokens.",
         ),
         (
             ["--prompt", "abc" * 11, "--tokens", "1"],
-            "prompt tokens (33) plus new tokens (1) are 34, but the model's max_length is "
-            "32. Shorten the prompt.",
+            "prompt tokens (33) plus new tokens (1) are 34, but the model's max_length "
+            "is 32. Shorten the prompt.",
         ),
         (["--prompt", "a", "--tokens", "0"], "--tokens must be at least 1, got 0"),
         (
