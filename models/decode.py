@@ -38,9 +38,9 @@ def generate(
     total = prompt_length + num_tokens
     if total > c.max_length:
         room = c.max_length - prompt_length
-        remedy = f"Generate at most {room}" if room > 0 else "Shorten the prompt"
+        remedy = f"Generate at most {room} tokens" if room > 0 else "Shorten the prompt"
         raise ValueError(
-            f"a prompt of {prompt_length} tokens plus {num_tokens} new tokens is "
+            f"prompt tokens ({prompt_length}) plus new tokens ({num_tokens}) are "
             f"{total}, but the model's max_length is {c.max_length}. {remedy}."
         )
     if not prompt_length:

@@ -118,12 +118,12 @@ def test_generate(run, capsys):
         (["--prompt", ""], "the prompt is empty; give at least one character"),
         (
             ["--prompt", "abc", "--tokens", "30"],
-            "a prompt of 3 tokens plus 30 new tokens is 33, but the model's max_length "
-            "is 32. Generate at most 29.",
+            "prompt tokens (3) plus new tokens (30) are 33, but the model's max_length "
+            "is 32. Generate at most 29 tokens.",
         ),
         (
             ["--prompt", "abc" * 11, "--tokens", "1"],
-            "a prompt of 33 tokens plus 1 new tokens is 34, but the model's max_length "
+            "prompt tokens (33) plus new tokens (1) are 34, but the model's max_length "
             "is 32. Shorten the prompt.",
         ),
         (["--prompt", "a", "--tokens", "0"], "--tokens must be >= 1, got 0"),

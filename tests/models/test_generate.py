@@ -117,7 +117,7 @@ def test_zero_new_tokens_return_the_prompt():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (dict(num_tokens=9), "is 13, but the model's max_length is 12.*at most 8"),
+        (dict(num_tokens=9), "are 13, but the model's max_length is 12.*at most 8"),
         (dict(temperature=-1.0), "temperature must be >= 0 .*got -1.0"),
         (dict(top_k=0), "top_k must be from 1 .*got 0"),
         (dict(top_k=30), r"top_k must be from 1 to vocab_size \(29\), got 30"),
@@ -175,7 +175,7 @@ def test_sampling_continues_a_text(tmp_path):
     text = sampling.sample(config, mesh, params, "abc", 5)
     assert text == "abcxxxxx"
     sampling.check(config, "abc", 9)
-    with pytest.raises(ValueError, match="is 13, but the model's max_length is 12"):
+    with pytest.raises(ValueError, match="are 13, but the model's max_length is 12"):
         sampling.check(config, "abc", 10)
     with pytest.raises(ValueError, match="the prompt is empty"):
         sampling.check(config, "", 9)

@@ -215,8 +215,8 @@ DATA = {
     "sample longer than the model takes": (
         "few",
         ["data.holdout=0.5", 'sample_prompt="hello"'],
-        "sample_prompt and sample_tokens: a prompt of 5 tokens and 256 new ones make "
-        "261, but the model's max_length is 32. Ask for at most 27 tokens.",
+        "sample_prompt and sample_tokens: prompt tokens (5) plus new tokens (256) "
+        "are 261, but the model's max_length is 32. Generate at most 27 tokens.",
     ),
 }
 

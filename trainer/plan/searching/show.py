@@ -123,8 +123,10 @@ def counted(found: Search) -> str:
 
 
 def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
-    head = "best,mesh,in parts,remat,step,tokens/s,MFU,memory,of the step".split(",")
-    rows: list[list[str]] = [head]
+    head = str.split(
+        "best,mesh,in parts,remat,step,tokens/s,MFU,memory,of the step", ","
+    )
+    rows = [list[str](head)]
     for number, candidate in enumerate(candidates, 1):
         each, choice = found.forecast(candidate), candidate.choice
         share = each.memory.peak / each.target.device.usable
@@ -135,7 +137,7 @@ def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
 
 def scaling_table(points: Sequence[Point]) -> str:
     head = "devices,batch,step,tokens/s,MFU,efficiency,,best candidate".split(",")
-    rows: list[list[str]] = [head]
+    rows = [list[str](head)]
     most = max((p.efficiency or 0.0 for p in points), default=1.0)
     for point in points:
         cells = ["-", "-", "-", "-", "", _why_none(point)]
