@@ -11,7 +11,7 @@ import jobs
 import pytest
 import short_runs
 from job_runs import CONFIG
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.job import preflight, preflight_table
@@ -86,8 +86,8 @@ def test_what_processes_are(config_file, tmp_path):
     """All at once: config, code, version, devices, flags, jax, clock, own address."""
     odd = tmp_path / "odd"
     for package in PACKAGES:
-        shutil.copytree(SUPPORT.parent / package, odd / "meshloom" / package)
-    with open(odd / "meshloom" / "trainer" / "step.py", "a") as file:
+        shutil.copytree(ROOT / package, odd / "meshloom" / package)
+    with open(odd / "meshloom" / "trainer" / "program" / "step.py", "a") as file:
         file.write("# changed on this host\n")
     about = odd / "meshloom-9.9.9.dist-info" / "METADATA"
     about.parent.mkdir()
