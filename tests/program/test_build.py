@@ -225,9 +225,9 @@ def test_what_does_not_fit_is_named():
     short = {name: x[:8] if name == "targets" else x for name, x in batch.items()}
     refused("different numbers of rows: .*'targets': 8", batch=short)
     one = MeshSpec(data=1).make(jax.devices()[:1])
-    message = "batch_size 24 is not divided by num_microbatches 5; 25 would be"
+    message = "batch_size 24 is not divisible by num_microbatches 5; 25 would be"
     refused(message, mesh=one, num_microbatches=5)
-    refused("num_microbatches must be at least 1, got 0", mesh=one, num_microbatches=0)
+    refused("num_microbatches must be >= 1, got 0", mesh=one, num_microbatches=0)
     mesh = MeshSpec(tensor=2).make(jax.devices()[:2])
     refused("mesh axis tensor=2.*the rules use", mesh=mesh)
     without = {name: x for name, x in batch.items() if name != "weights"}

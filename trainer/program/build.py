@@ -149,21 +149,8 @@ def build(
         max_grad_norm=max_grad_norm,
         skip_grad_norm=skip_grad_norm,
     )
-    state, replicated = layout.shardings(mesh), NamedSharding(mesh, P())
-    inputs = (state, {name: x.sharding for name, x in sharded.items()})
-    grads = step_lib.Gradients(replicated, state.params, replicated, replicated)  # type: ignore
-    donated = {"donate_argnums": 0} if donate else {}
-
-    def jit(function: Any, inputs: Any, outputs: Any, **options: Any) -> Any:
-        jitted = jax.jit(
-            function, in_shardings=inputs, out_shardings=outputs, **options
-        )
-        if staging is not None and mesh.devices.flat[0].platform == "cpu":
-            return UncachedJit(jitted)
-        return jitted
-
-    step = functools.partial(step_lib.train_step, compute=compute, update=update)
     evaluate = functools.partial(step_lib.eval_step, **bound)
+    is_uncached = staging is not None and mesh.devices.flat[0].platform == "cpu"
     program = Program(
         model,
         mesh,
@@ -172,22 +159,57 @@ def build(
         sharded,
         staging,
         init=functools.partial(layout.create, mesh=mesh),
-        gradients=jit(compute, inputs, grads),
-        apply=jit(update, (state, grads), (state, replicated), **donated),
-        step=jit(step, inputs, (state, replicated), **donated),
-        evaluate=jit(evaluate, inputs, replicated),
+        **_jit(
+            compute,
+            update,
+            evaluate,
+            layout.shardings(mesh),
+            {name: x.sharding for name, x in sharded.items()},
+            donate=donate,
+            is_uncached=is_uncached,
+        ),
     )
     _check_idle_axes(program)
     return program
 
 
+def _jit(
+    compute: Any,
+    update: Any,
+    evaluate: Any,
+    state: State,
+    batch: Mapping[str, NamedSharding],
+    *,
+    donate: bool,
+    is_uncached: bool,
+) -> dict[str, Any]:
+    """Jits the functions of a Program, by name, with these shardings."""
+    replicated = NamedSharding(state.step.mesh, P())  # type: ignore
+    grads = step_lib.Gradients(replicated, state.params, replicated, replicated)  # type: ignore
+    donated = {"donate_argnums": 0} if donate else {}
+
+    def jit(function: Any, inputs: Any, outputs: Any, **options: Any) -> Any:
+        jitted = jax.jit(
+            function, in_shardings=inputs, out_shardings=outputs, **options
+        )
+        return UncachedJit(jitted) if is_uncached else jitted
+
+    step = functools.partial(step_lib.train_step, compute=compute, update=update)
+    return {
+        "gradients": jit(compute, (state, batch), grads),
+        "apply": jit(update, (state, grads), (state, replicated), **donated),
+        "step": jit(step, (state, batch), (state, replicated), **donated),
+        "evaluate": jit(evaluate, (state, batch), replicated),
+    }
+
+
 def _check_microbatches(batch_size: int, num_microbatches: int | None) -> None:
     num = 1 if num_microbatches is None else num_microbatches
     if num < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num}")
+        raise ValueError(f"num_microbatches must be >= 1, got {num}")
     if short := -batch_size % num:
         raise ValueError(
-            f"batch_size {batch_size} is not divided by num_microbatches {num}; "
+            f"batch_size {batch_size} is not divisible by num_microbatches {num}; "
             f"{batch_size + short} would be"
         )
 
