@@ -7,6 +7,7 @@ python tests/fuzz --minutes 60                              cases by chance
 import argparse
 import collections
 import json
+import os
 import random
 import sys
 import time
@@ -54,7 +55,7 @@ def run_one(case: Case, limit: float, *, joined: bool) -> int:
         fuzz_worker.set_up(case.layout.num_devices // case.processes)
         from meshloom.trainer.job import joining
 
-        joining.initialize()
+        joining.join(os.environ)
         joining.connect()
         outcome = fuzz_worker.run(case)
     else:

@@ -3,6 +3,7 @@
 A worker reads cases from its standard input, one a line, and answers each with a line.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from fuzz_cases import Case
 
@@ -130,7 +132,7 @@ class Worker:
         self._argv = list(argv)
         self._limit = limit
         self._process: subprocess.Popen | None = None
-        self._errors = tempfile.TemporaryFile()
+        self._errors: IO[bytes] | None = None
         self._num_cases = 0
 
     def run(self, case: Case) -> Outcome:
@@ -148,23 +150,29 @@ class Worker:
                 self.close()
             return answer
         hung = time.monotonic() - begin >= self._limit
-        self.close()
         what = f"no end after {self._limit:.0f} s" if hung else "the process crashed"
+        assert self._errors
         self._errors.seek(0)
         tail = self._errors.read().decode(errors="replace")[-SHOWN:]
+        self.close()
         return Outcome("hung" if hung else "crashed", f"{what}\n{tail}")
 
     def close(self) -> None:
-        if self._process is not None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+        self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            assert file
+            with contextlib.suppress(BrokenPipeError):  # a case that was not read
+                file.close()
+        self._process = self._errors = None
 
     def _started(self) -> subprocess.Popen:
         if self._process is None:
             self._num_cases = 0
-            self._errors.seek(0)
-            self._errors.truncate()
+            self._errors = tempfile.TemporaryFile()
             self._process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.PIPE,

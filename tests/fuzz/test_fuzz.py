@@ -101,6 +101,6 @@ def test_an_error_of_jax_is_not_ours():
     with pytest.raises(ValueError) as ours:
         parse_plan("nothing")
     with pytest.raises(ValueError) as theirs:
-        jnp.zeros((2,)).reshape(3)
+        jnp.concatenate([])
     assert fuzz_worker.is_ours(ours.value)
     assert not fuzz_worker.is_ours(theirs.value)

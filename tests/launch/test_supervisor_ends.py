@@ -202,4 +202,4 @@ def test_a_number_that_is_none_is_named(text, tmp_path):
         job.send(signal.SIGTERM)
         job.status()
         assert sizes(job) == [2]
-        assert f"holds {text!r}, expected" in job.stderr
+        assert f"contains {text!r}, expected" in job.stderr
