@@ -12,7 +12,7 @@ from tiny_plans import compiled_config, config
 
 from meshloom.sharding.plans import WITH_SEQUENCE
 from meshloom.trainer.plan import fitted, forecast
-from meshloom.trainer.plan.compile.compiled import SMALL, compile_step
+from meshloom.trainer.plan.compile.compiled import compile_step
 from meshloom.trainer.plan.traffic import by_axes
 from meshloom.trainer.program.pipelining import Pipelining
 
@@ -27,7 +27,8 @@ FORECASTS = {
     "gpu": [
         ("h100:2x8", "fsdp=16", {}),
         ("h100:2x8", "fsdp=16", {"remat": "full", "attention": "xla"}),
-        ("h100:2x8", "pipe=2,fsdp=2,tensor=4", {"remat": "full"}),
+        ("h100:1x8", "fsdp=2,tensor=4", {}),
+        ("h100:1x8", "pipe=2,tensor=4", {"remat": "full"}),
     ],
 }
 # On GPUs the head's gradient is never a ring.
@@ -43,7 +44,7 @@ def figures(platform: str) -> list[float]:
         one = forecast(c, target, mesh=mesh, batch=64)
         moments = one.memory.moments.values()
         found += [sum(part.bytes for part in parts) for parts in moments]
-        found.append(one.roofline.step)
+        found += [one.roofline.memory, one.roofline.step]
     return found
 
 
@@ -75,9 +76,7 @@ def test_the_table_holds_for_the_compiler_that_it_names():
     assert found.memory.peak == pytest.approx(compiled.peak, rel=fit.peak)
     assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)
     moved, expected = compiled.bytes_by_axes(), by_axes(found.transfers)
-    for axes in {*moved, *expected}:
-        if max(moved.get(axes, 0), expected.get(axes, 0)) > SMALL:
-            assert expected[axes] == pytest.approx(moved[axes], rel=0.05), axes
+    assert sum(expected.values()) == pytest.approx(sum(moved.values()), rel=0.05)
     assert compiled.modelled is not None
     seconds = compiled.modelled["seconds"]
     assert found.roofline.step == pytest.approx(seconds, rel=fit.step)

@@ -7,8 +7,9 @@ a compiler, so `FITS` says which, on which programs, and what error was left, an
 `make tpu-test` compiles a small step to see whether they still do
 (tests/plan/test_fitted.py).
 
-A number stands here only if the order of the five best candidates of a search, or what
-fits, depends on it; benchmarks/fitted.py shows it.
+benchmarks/fitted.py shows on which of them the order of a search, or what fits,
+depends. A number that changes neither, nor keeps a forecast of docs/plan.md within 10 %
+of the compiler, has no place here.
 """
 
 import dataclasses
