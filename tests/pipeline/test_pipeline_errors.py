@@ -60,7 +60,7 @@ FLAGS = {
     ),
     "plan without the axis": (
         [*MESH, *LAYERS, *sets_of('plan="data+fsdp+tensor"')],
-        "mesh axis pipe=4: plan 'data+fsdp+tensor' does not use it. Add +pipeline to "
+        "mesh axis pipe=4: the rules do not shard layers over it. Add +pipeline to "
         "the plan, or set pipe=1.",
     ),
     "batch smaller than the mesh": (
@@ -79,7 +79,7 @@ FLAGS = {
     ),
     "no microbatches": (
         [*MESH, *LAYERS, *sets_of("num_microbatches=0")],
-        "num_microbatches must be at least 1, got 0",
+        "num_microbatches must be >= 1, got 0",
     ),
     "length that the stages do not divide": (
         [*MESH, *LAYERS, *sets_of("data.length=14")],

@@ -61,8 +61,8 @@ def test_the_section_shows_the_cost_of_the_pipeline(tmp_path):
         "Saved inputs per stage": "at most 7",
         "Remat": "save-named",
         "Weights gathered": "once per step",
-        "Step time, measured": "0.3 s, the median",
-        "Bubble": "0.0818 s of it, if every tick takes its simulated share",
+        "Step time, measured": "300 ms, the median",
+        "Bubble": "81.8 ms of it, if every tick takes its simulated share",
     }
     assert "1 if any runs a forward and 3 if any runs a backward" in html
 
@@ -74,7 +74,7 @@ def test_only_steps_of_this_pipeline_are_measured(tmp_path):
     result = cells(html)
     assert result["Schedule"] == "interleaved, since step 4"
     assert result["Microbatches"] == "8, as configured"
-    assert result["Step time, measured"] == "0.2 s, the median"
+    assert result["Step time, measured"] == "200 ms, the median"
     assert cells(section(write_run(tmp_path, start=6)))["Step time, measured"] == (
         "not yet"
     )

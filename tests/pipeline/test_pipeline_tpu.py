@@ -25,7 +25,7 @@ TIME_LIMIT = 540
 pytestmark = [pytest.mark.timeout(600), pytest.mark.compiles_anew]
 has_libtpu = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
-    not has_libtpu, reason="libtpu, the compiler for TPUs, is not installed"
+    not has_libtpu, reason="libtpu, the TPU compiler, is not installedalled"
 )
 
 
@@ -127,4 +127,4 @@ def test_without_libtpu_there_is_a_one_line_error():
     status, errors = finish(start("v5e:4x4"))
     assert status == 2
     assert errors.count("\n") == 1
-    assert "--topology v5e:4x4: libtpu, the compiler for TPUs, is not inst" in errors
+    assert "--topology v5e:4x4: libtpu, the TPU compiler, is not installed" in errors

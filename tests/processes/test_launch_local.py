@@ -101,7 +101,7 @@ def test_bad_arguments(capfd, launched):
         "group may shrink to"
     )
     assert refused(capfd, [*argv, "--cpu-devices", "0", "--", "train"]) == (
-        "--cpu-devices must be at least 1, got 0"
+        "--cpu-devices must be >= 1, got 0"
     )
     with pytest.raises(SystemExit, match="2"):
         main(argv)
