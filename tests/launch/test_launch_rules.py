@@ -48,7 +48,7 @@ def test_endings_in_words():
         "worker 3 was killed by signal 9 (SIGKILL) at step 37"
     )
     assert str(Ending(0, 76)).startswith("worker 0 exited with code 76 (its watchdog")
-    assert str(Ending(0, -40)) == "worker 0 was killed by signal 40 (no name)"
+    assert str(Ending(0, -40)) == "worker 0 was killed by signal 40 (unknown)"
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,9 @@ def test_kubeflow():
         2,
         1,
     )
-    with pytest.raises(ValueError, match="PROCESS_ID is not set. JAX_PROCESS_ID would"):
+    with pytest.raises(
+        ValueError, match="PROCESS_ID is not set. Kubeflow would set JAX_PROCESS_ID"
+    ):
         process_env.find(changed(KUBEFLOW, JAX_PROCESS_ID=None))
 
 
@@ -256,7 +258,9 @@ def test_what_cannot_be_is_an_error(changes, message):
 def test_loopback_does_not_serve_several_hosts(host):
     env = OWN | {"MESHLOOM_COORDINATOR": f"{host}:12"}
     assert process_env.find(env | {"MESHLOOM_HOSTS": "a,a,a,a"}).num_hosts == 1
-    with pytest.raises(ValueError, match="other hosts cannot reach it, and.*is on 2"):
+    with pytest.raises(
+        ValueError, match="other hosts cannot reach it, and.*runs on 2 hosts"
+    ):
         process_env.find(env | {"MESHLOOM_HOSTS": "a,a,b,b"})
 
 
@@ -268,9 +272,9 @@ def test_gpus_are_divided():
     assert gpus.share({}, 0, 1, 4) is None
     assert gpus.share({"CUDA_VISIBLE_DEVICES": ""}, 8, 1, 4) is None
     assert gpus.share({}, 8, 0, 1) is None
-    with pytest.raises(ValueError, match="has 8 GPUs .* for 3 processes"):
+    with pytest.raises(ValueError, match="has 8 GPUs .* among 3 processes"):
         gpus.share({}, 8, 1, 3)
-    with pytest.raises(ValueError, match="has 2 GPUs .* for 4 processes"):
+    with pytest.raises(ValueError, match="has 2 GPUs .* among 4 processes"):
         gpus.share({}, 2, 1, 4)
 
 
