@@ -107,9 +107,7 @@ def cpu_devices(args: argparse.Namespace) -> int | None:
     """
     if args.cpu_devices is not None:
         if args.cpu_devices < 1:
-            raise ValueError(
-                f"--cpu-devices must be >= 1, got {args.cpu_devices}"
-            )
+            raise ValueError(f"--cpu-devices must be >= 1, got {args.cpu_devices}")
         return args.cpu_devices
     return _flags_of(args.command).cpu_devices
 

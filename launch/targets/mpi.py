@@ -67,8 +67,8 @@ def launch(args: argparse.Namespace) -> int:
     )
     if slots and processes > len(slots):
         raise ValueError(
-            f"--processes is {processes}, but {args.hostfile} only has {len(slots)} "
-            "slots. Add hosts or slots to it."
+            f"--processes is {processes}, but {args.hostfile} has slots for only "
+            f"{len(slots)}. Add hosts or slots to it."
         )
     return flags.supervise(target, args, processes)
 

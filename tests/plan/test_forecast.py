@@ -13,6 +13,7 @@ from tiny_plans import config as big_config
 
 from meshloom.models import transformer
 from meshloom.sharding import MeshSpec
+from meshloom.trainer.commands.forecast_observer import ForecastObserver
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import forecast, run_forecast
 from meshloom.trainer.plan.comparison import compare
@@ -209,7 +210,9 @@ def test_memory_is_the_devices_own_where_they_know_it(tiny, tmp_path):
     )
     used = [chip("TPU v4", stats={"peak_bytes_in_use": n}) for n in (5, 7)]
     mesh = types.SimpleNamespace(local_devices=used)
-    found = run_forecast.measure(dataclasses.replace(prepared, mesh=mesh), tmp_path, 1)
+    program = dataclasses.replace(prepared.program, mesh=mesh)
+    there = dataclasses.replace(prepared, program=program)
+    found = run_forecast.measure(there, tmp_path, 1)
     assert (found.memory, found.memory_of) == (7, "in use at most")
 
 
@@ -221,6 +224,7 @@ def test_a_run_foretells_and_compares(tiny, tmp_path):
             workdir=tmp_path / "run",
             console=console,
             insist=True,
+            observer=ForecastObserver(),
         )
         content = json.loads((tmp_path / "run" / run_forecast.FILE).read_text())
         return console.file.getvalue().splitlines(), content  # type: ignore

@@ -330,7 +330,7 @@ def test_a_slower_network_takes_longer():
 def test_slices_must_be_planned():
     with pytest.raises(ValueError, match="split over 1 slices .* 2xv5e:2x2 has 2"):
         forecast(config(), "2xv5e:2x2", mesh="fsdp=8")
-    with pytest.raises(ValueError, match="v5e:2x4 is one slice. Leave the part"):
+    with pytest.raises(ValueError, match="v5e:2x4 is one slice. Leave out the part"):
         forecast(config(), "v5e:2x4", mesh="data=2/2,fsdp=4")
 
 

@@ -176,7 +176,7 @@ def test_the_text_of_a_soak():
 
 
 def test_wrong_input(tmp_path, capfd):
-    assert "fault 'flood' is unknown" in refused(capfd, ["drill", "--faults", "flood"])
+    assert "'flood' is not a fault" in refused(capfd, ["drill", "--faults", "flood"])
     assert "at least 2 processes" in refused(capfd, ["drill", "--processes", "1"])
     line = refused(capfd, ["drill", "--mesh", "fsdp=-1", "tensor=3@4"])
     assert line.startswith("mesh tensor=3 needs 3 devices, but there are 4")

@@ -112,7 +112,7 @@ def test_bad_input(capfd, tmp_path):
     assert refused(capfd, ["launch", "mpi", "--", "train"]) == (
         "--processes is required without --hostfile"
     )
-    assert "says 'cat (" in refused(
+    assert "prints 'cat (" in refused(
         capfd, ["launch", "mpi", "--mpirun", "cat", "--processes", "2", "--", "train"]
     )
     hosts = tmp_path / "hosts"
@@ -127,7 +127,7 @@ def test_bad_input(capfd, tmp_path):
         "--",
         "train",
     ]
-    assert "only has 1 slots. Add hosts or slots" in refused(capfd, argv)
+    assert "has slots for only 1. Add hosts or slots" in refused(capfd, argv)
     with pytest.raises(ValueError, match="--env NOT_SET: this variable is not set"):
         target.carried({"A": "1"}, ["NOT_SET"])
 
