@@ -17,6 +17,7 @@ from meshloom.sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import forecast, parse_target
 from meshloom.trainer.plan.choosing import choose, choose_here
+from meshloom.trainer.program import contract
 from meshloom.trainer.program.pipelining import Pipelining
 from meshloom.trainer.run.prepare import Prepared, prepare
 from meshloom.trainer.run.train import Config
@@ -194,3 +195,11 @@ def test_on_cpus_the_settings_are_plain():
     )
     assert line in found.describe()
     assert not prepared(c, "data=4").chosen.line
+
+
+def test_a_model_with_variables_keeps_one_microbatch(monkeypatch):
+    """A batch norm computes something else by microbatch, so a run would change."""
+    big = load("llama2_7b", 'model.remat="full"', "batch_size=4096")
+    assert chosen(big, "v5e-64", "fsdp=64").num_microbatches > 1
+    monkeypatch.setattr(contract, "has_variables", lambda model: True)
+    assert chosen(big, "v5e-64", "fsdp=64").num_microbatches == 1

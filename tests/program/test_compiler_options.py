@@ -26,7 +26,7 @@ def test_values_are_parsed():
     [
         (("--xla_a=true",), "'--xla_a=true' is not an option; expected xla_NAME=VALUE"),
         (("xla_a",), "expected xla_NAME=VALUE"),
-        (("xla_a=1", "xla_a=2"), "xla_a is there twice"),
+        (("xla_a=1", "xla_a=2"), "xla_a is given twice"),
     ],
 )
 def test_what_is_no_option(options, message):
@@ -50,5 +50,5 @@ def test_they_reach_the_compiler(monkeypatch):
 
 def test_one_that_the_compiler_does_not_know_is_named():
     prepared = prepare(small(compiler_options=("xla_no_such_thing=true",)))
-    with pytest.raises(ValueError, match="xla_no_such_thing.*take it out"):
+    with pytest.raises(ValueError, match="xla_no_such_thing.*remove it"):
         prepared.compile()

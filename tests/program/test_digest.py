@@ -34,12 +34,12 @@ def test_the_cut_does_not_matter(dtype, spec):
 
 def test_it_gathers_nothing():
     from meshloom.sharding import audit
-    from meshloom.trainer.program.digest import _everywhere
+    from meshloom.trainer.program.digest import _digest_program
 
     mesh = MeshSpec(data=2, fsdp=2, tensor=2).make()
     sharding = NamedSharding(mesh, P("data", "fsdp", "tensor"))
     shape = jax.ShapeDtypeStruct((64, 64, 64), jnp.float32, sharding=sharding)
-    found = audit(_everywhere(mesh).jitted.lower([shape]).compile(), mesh)
+    found = audit(_digest_program(mesh).jitted.lower([shape]).compile(), mesh)
     assert found.collectives
     assert all(c.bytes <= 64 * c.count for c in found.collectives)
 

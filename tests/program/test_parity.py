@@ -200,7 +200,7 @@ def test_fewer_evaluation_batches_than_asked_for_is_reported():
     config = dataclasses.replace(CONFIG, data=few, eval_batches=5)
     short = prepare_lib.prepare(config, jax.devices()[:1])
     assert short.held_out["eval"].num_batches == 3
-    note = "(3 batches of the held-out split, not eval_batches=5)"
+    note = "held-out split (3 batches, not eval_batches=5)"
     assert any(note in line for line in short.describe())
     enough = dataclasses.replace(config, eval_batches=3)
     full = prepare_lib.prepare(enough, jax.devices()[:1])

@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 
 from meshloom.sharding import MeshSpec
 from meshloom.trainer.checkpoint.manager import latest_step
+from meshloom.trainer.commands.forecast_observer import ForecastObserver
 from meshloom.trainer.data import Order
 from meshloom.trainer.data.batches import device_batches
 from meshloom.trainer.program.optimizers import AdamW
@@ -123,6 +124,7 @@ WHAT_IS_CUT = {"up": (32, 16), "up_bias": (16,), "down": (16, 10), "down_bias": 
 
 def run(workdir, config=CONFIG, **options):
     with open(workdir.parent / "screen.txt", "a") as screen:
+        options = {"observer": ForecastObserver()} | options
         return train(config, workdir=workdir, console=Console(file=screen), **options)
 
 
@@ -253,5 +255,5 @@ def test_a_unit_must_name_a_figure():
 
 
 def test_text_cannot_be_sampled_from_it():
-    with pytest.raises(ValueError, match="Classifier with data Digits cannot write"):
+    with pytest.raises(ValueError, match="Classifier with data Digits cannot generate"):
         sampling.check(CONFIG, "once", 20)

@@ -203,9 +203,9 @@ def test_a_loss_that_is_no_number_is_never_saved(tmp_path, capfd):
     argv = ["train", "--config", TINY, "--workdir", str(tmp_path), *sets_of(*flags)]
     line = refused(capfd, argv)
     match = re.fullmatch(
-        r"4 steps in a row failed, the last at step (\d+) with loss (\S+), gradient's "
+        r"4 steps in a row failed, the last at step (\d+) with loss (\S+), gradient "
         r"norm (\S+); (\d) rewinds? did not help\. Lower the learning rate "
-        r"\(schedule\.peak\), clip gradients \(max_grad_norm\), or look at the data of "
+        r"\(schedule\.peak\), clip gradients \(max_grad_norm\), or inspect the data of "
         r"these steps \(ledger\.jsonl\)\.",
         line,
     )
