@@ -10,7 +10,7 @@ from fuzz_cases import Case, Layout
 from fuzz_explore import explore
 from fuzz_legal import cases
 
-NUM_CASES = 12
+NUM_CASES = 10
 # Of all cases; those that were made to be refused are one in eight.
 MOST_REFUSED = 0.3
 

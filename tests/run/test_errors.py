@@ -76,8 +76,8 @@ FLAGS = {
     ),
     "mesh too small": (
         ["--mesh", "data=3"],
-        "mesh data=3 needs 3 devices, but there are 8. Change the axis sizes, or give "
-        "one axis size -1.",
+        "mesh data=3 needs 3 devices, but there are 8. Change the axis sizes, or set "
+        "one axis to -1.",
     ),
     "mesh too large": (
         ["--mesh", "data=4,fsdp=4"],

@@ -54,10 +54,10 @@ def digest(folder: pathlib.Path) -> dict[str, tuple[str, int]]:
 
 
 def refused(capfd, argv) -> str:
-    """The one line of stderr with which a command ends with status 2."""
+    """Returns the error of a command that exits with status 2: one line, and notes."""
     capfd.readouterr()
     assert main(argv) == 2
-    stderr = capfd.readouterr().err
-    assert stderr.startswith("meshloom: ") and stderr.endswith("\n"), stderr
-    assert stderr.count("\n") == 1, stderr
-    return stderr.removeprefix("meshloom: ").rstrip()
+    lines = capfd.readouterr().err.splitlines()
+    errors = [line for line in lines if not line.startswith("note: ")]
+    assert len(errors) == 1 and errors[0].startswith("meshloom: "), lines
+    return errors[0].removeprefix("meshloom: ")
