@@ -154,6 +154,12 @@ def test_a_group_of_one_needs_no_store():
     assert group.is_first and group.describe(0) == "process 0"
 
 
+def test_trainings_one_after_the_other_have_names_of_their_own():
+    first, second = Group.of_jax(), Group.of_jax()
+    assert first.key("0 start") != second.key("0 start")
+    assert Group.of_jax("mine").key("x") == Group.of_jax("mine").key("x")
+
+
 def test_what_cannot_be_a_group_is_refused():
     with pytest.raises(ValueError, match="process 2 is not one of 2, counted from 0"):
         Group(2, 2)

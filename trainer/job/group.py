@@ -25,6 +25,8 @@ ANSWER_SECONDS = 60.0
 
 Report = dict[str, Any]
 
+_UNNAMED = itertools.count()
+
 # Ways to fail, in order of precedence: what is wrong for everybody comes first.
 FIX, CORRUPT, UNREADABLE, OTHER = "fix", "corrupt", "unreadable", "other"
 ERRORS = {FIX: ValueError, CORRUPT: CorruptCheckpoint, UNREADABLE: Unreadable}
@@ -67,9 +69,16 @@ class Group:
         self._barriers, self._questions = itertools.count(), itertools.count()
 
     @classmethod
-    def of_jax(cls, name: str = "run") -> "Group":
-        """Returns the group of all processes that jax knows."""
+    def of_jax(cls, name: str | None = None) -> "Group":
+        """Returns the group of all processes that jax knows.
+
+        Args:
+          name: needed if trainings run at the same time. One after the other, they get
+            names of their own, the same in every process.
+        """
         import jax
+
+        name = name or f"run-{next(_UNNAMED)}"
 
         size = jax.process_count()
         store = JaxStore() if size > 1 else None
