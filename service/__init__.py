@@ -1,0 +1,1 @@
+"""Training between groups that do not wait for each other."""

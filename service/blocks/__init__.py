@@ -1,0 +1,1 @@
+"""The canonical parameters as blocks and pieces, and which server owns which."""

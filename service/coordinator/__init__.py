@@ -1,0 +1,1 @@
+"""The coordinator: orders every commit, and holds no parameters."""

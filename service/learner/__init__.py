@@ -1,0 +1,1 @@
+"""A learner: one SPMD job that exchanges parameters with the service."""

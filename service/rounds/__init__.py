@@ -1,0 +1,1 @@
+"""The round engine: decides what is committed when; pure, with a simulator."""

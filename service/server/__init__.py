@@ -1,0 +1,1 @@
+"""A server: holds blocks of the parameters and applies commits to them."""

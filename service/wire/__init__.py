@@ -1,0 +1,1 @@
+"""Calls and tensor streams between processes, over gRPC."""
