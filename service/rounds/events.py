@@ -1,0 +1,160 @@
+"""Events, which the engine takes in, and decisions, which it returns.
+
+All are frozen dataclasses that go to JSON and back: the log of a job is their list.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+
+class Record:
+    """Something that can be written to a log as a plain dict with a "kind"."""
+
+    def to_json(self) -> dict[str, Any]:
+        assert dataclasses.is_dataclass(self) and not isinstance(self, type)
+        return {"kind": type(self).__name__, **dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined(Record):
+    """A learner has joined; a restarted one has a larger incarnation."""
+
+    time: float
+    learner: int
+    incarnation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Left(Record):
+    """A learner has left, or has not been heard of for too long."""
+
+    time: float
+    learner: int
+    incarnation: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Contributed(Record):
+    """All pieces of a contribution have arrived.
+
+    Attributes:
+      base: version at which the learner read the parameters that this round exchanges.
+      weight: number of tokens (or examples) that count.
+      steps: local steps that were done.
+    """
+
+    time: float
+    learner: int
+    incarnation: int
+    round: int
+    base: int
+    weight: float
+    steps: int
+
+    def __post_init__(self):
+        if not math.isfinite(self.weight) or self.weight < 0:
+            raise ValueError(
+                f"learner {self.learner}, round {self.round}: weight must be a number "
+                f">= 0, got {self.weight}"
+            )
+        if self.steps < 1:
+            raise ValueError(
+                f"learner {self.learner}, round {self.round}: steps must be >= 1, got "
+                f"{self.steps}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick(Record):
+    """Time has passed; needed at `Engine.deadline`."""
+
+    time: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Release(Record):
+    """A learner may begin a round, from a version."""
+
+    learner: int
+    incarnation: int
+    round: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution(Record):
+    """A contribution as part of a commit."""
+
+    learner: int
+    incarnation: int
+    round: int
+    base: int
+    weight: float
+    coefficient: float
+    is_reused: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit(Record):
+    """Version `version` is made from the one before.
+
+    The merged value is the sum of coefficient x payload, divided by `divisor`.
+
+    Attributes:
+      fragment: the fragment that is updated.
+      step: index into the learning-rate schedule.
+      share: what part of an update this is.
+      contributions: in order of learner.
+    """
+
+    version: int
+    fragment: int
+    step: int
+    share: float
+    divisor: float
+    contributions: tuple[Contribution, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped(Record):
+    """A contribution will not be committed (again)."""
+
+    learner: int
+    incarnation: int
+    round: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Done(Record):
+    """A learner has no more rounds to do; None: the job is complete."""
+
+    learner: int | None
+
+
+Event = Joined | Left | Contributed | Tick
+Decision = Release | Commit | Dropped | Done
+_KINDS = {
+    cls.__name__: cls
+    for cls in (Joined, Left, Contributed, Tick, Release, Commit, Dropped, Done)
+}
+
+
+def from_json(data: dict[str, Any]) -> Event | Decision:
+    """Makes the event or decision that `to_json` wrote."""
+    fields = dict(data)
+    kind = fields.pop("kind", None)
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ValueError(
+            f"kind {kind!r} is not an event or decision; expected {', '.join(_KINDS)}"
+        )
+    names = {field.name for field in dataclasses.fields(cls)}
+    if wrong := names ^ set(fields):
+        raise ValueError(f"{kind}: fields {sorted(wrong)} are missing or unknown")
+    if cls is Commit:
+        parts = (Contribution(**part) for part in fields["contributions"])
+        fields["contributions"] = tuple(parts)
+    return cls(**fields)

@@ -1,0 +1,143 @@
+"""What the engine knows: members, version, and the decisions of one event."""
+
+import bisect
+import dataclasses
+import math
+
+from .events import Commit, Contributed, Contribution, Decision, Done, Dropped, Release
+from .lags import Lags
+from .policy import ADAPTIVE, Policy
+
+
+@dataclasses.dataclass
+class Member:
+    """A learner that has joined at least once, in its newest incarnation.
+
+    Attributes:
+      round: the last round it was released for; 0 before the first.
+      base: the version it was released with.
+      released: when that was.
+      status: "joined", "computing", "waiting" (has contributed) or "done".
+      contributed: the last round that any incarnation of it contributed.
+    """
+
+    learner: int
+    incarnation: int
+    is_live: bool = True
+    round: int = 0
+    base: int = 0
+    released: float = 0.0
+    status: str = "joined"
+    contributed: int = 0
+
+
+class State:
+    """The part of the engine that all policies share; changed by one event a time."""
+
+    def __init__(self, policy: Policy, num_learners: int, num_rounds: int):
+        self.policy = policy
+        self.num_learners = num_learners
+        self.num_rounds = num_rounds
+        self.time = 0.0
+        self.version = 0
+        self.members: dict[int, Member] = {}
+        self.num_live = 0
+        self.is_started = False
+        self.is_done = False
+        self.decisions: list[Decision] = []
+        self._lags = Lags()
+        self._quorum_times: list[float] = []  # of each version, once it has a quorum
+        self._commits_of = {f: [] for f in range(policy.fragments)}
+        self._num_committed = 0
+
+    def age(self, fragment: int, base: int) -> int:
+        """Returns how many commits have changed a fragment since version `base`."""
+        commits = self._commits_of[fragment]
+        return len(commits) - bisect.bisect_right(commits, base)
+
+    def release(self, member: Member, round: int) -> None:
+        member.round, member.base = round, self.version
+        member.released, member.status = self.time, "computing"
+        self.decisions.append(
+            Release(member.learner, member.incarnation, round, self.version)
+        )
+
+    def drop(self, arrival: Contributed, reason: str) -> None:
+        key = arrival.learner, arrival.incarnation, arrival.round
+        self.decisions.append(Dropped(*key, reason))
+
+    def finish(self, learner: int | None) -> None:
+        self.is_done = self.is_done or learner is None
+        self.decisions.append(Done(learner))
+
+    def needed(self, num_learners: int) -> int:
+        """Returns the contributions that are a quorum of so many learners."""
+        quorum = self.policy.quorum
+        if isinstance(quorum, int):
+            return quorum
+        # 0.1 x 30 is 3.0000000000000004: not a reason to wait for a fourth.
+        return max(math.ceil(quorum * num_learners - 1e-9), 1)
+
+    def note_arrival(self, member: Member) -> None:
+        """Records the timing of a contribution that has just arrived."""
+        self._lags.add_duration(self.time - member.released)
+        if member.base < len(self._quorum_times):
+            self._lags.add_lag(self.time - self._quorum_times[member.base])
+
+    def begin_grace(self) -> float:
+        """Notes that the next commit has its quorum; returns when it is due."""
+        if len(self._quorum_times) == self.version:
+            self._quorum_times.append(self.time)
+        grace = self.policy.grace
+        return self.time + (self._lags.grace if grace == ADAPTIVE else float(grace))
+
+    def commit(self, fragment: int, arrivals: list[tuple[Contributed, bool]]) -> None:
+        """Commits contributions, each with whether it is reused."""
+        policy = self.policy
+        arrivals.sort(key=lambda a: (a[0].learner, a[0].incarnation, a[0].round))
+        contributions, divisor = [], 0.0
+        for arrival, is_reused in arrivals:
+            coefficient, part = self._coefficient(fragment, arrival)
+            divisor += part
+            contributions.append(
+                Contribution(
+                    arrival.learner,
+                    arrival.incarnation,
+                    arrival.round,
+                    arrival.base,
+                    arrival.weight,
+                    coefficient,
+                    is_reused,
+                )
+            )
+        is_full = policy.update == "full"
+        step = self.version if is_full else self._num_committed // self.num_learners
+        share = 1.0 if is_full else len(arrivals) / self.num_learners
+        if len(self._quorum_times) == self.version:
+            self._quorum_times.append(self.time)
+        self.version += 1
+        self._num_committed += len(arrivals)
+        self._commits_of[fragment].append(self.version)
+        # Without any weight the sum is zero already.
+        parts = tuple(contributions)
+        self.decisions.append(
+            Commit(self.version, fragment, step, share, divisor or 1.0, parts)
+        )
+
+    def _coefficient(self, fragment: int, arrival: Contributed) -> tuple[float, float]:
+        """Returns the coefficient and what it adds to the divisor.
+
+        The discount of old contributions is not part of the divisor: one that is
+        merged alone would otherwise count as if it were fresh.
+        """
+        policy, weight = self.policy, arrival.weight
+        discount = 1.0
+        if policy.late == "merge":
+            discount /= 1 + self.age(fragment, arrival.base)
+        if policy.outer is None:  # the payload is a sum over tokens
+            return discount, weight
+        if policy.weights == "equal":
+            weight = 1.0
+        elif policy.weights == "tokens_squared_per_step":
+            weight = weight * weight / arrival.steps
+        return discount * weight, weight
