@@ -1,0 +1,236 @@
+"""Staging: contributions that have arrived, in whole or in part, until a commit.
+
+Pieces come from several processes at once and in any order. Each is copied into float32
+buffers, one for each slab, that are used again once a contribution is dropped.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..blocks.box import Box
+from ..blocks.dtypes import NAMES
+from ..blocks.layout import Layout
+from ..wire.errors import Refused
+
+Key = tuple[int, int, int]  # learner, incarnation, round
+
+
+class Pool:
+    """Float32 buffers that are used again: as many as were ever in use at once."""
+
+    def __init__(self):
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def take(self, shape: Sequence[int]) -> np.ndarray:
+        """Returns a buffer with any content."""
+        size = int(np.prod(shape, dtype=np.int64))
+        with self._lock:
+            free = self._free[size]
+            flat = free.pop() if free else np.empty(size, np.float32)
+        return flat.reshape(shape)
+
+    def give(self, array: np.ndarray) -> None:
+        """Takes a buffer back, which nobody may use from then on."""
+        with self._lock:
+            self._free[array.size].append(array.reshape(-1))
+
+
+class Staged:
+    """The pieces of one contribution.
+
+    The lock guards which pieces there are. Bytes are copied without it: no two pieces
+    overlap, and a block is read only once all of its pieces are there.
+    """
+
+    def __init__(self, name: str, layout: Layout, owned: frozenset[int], pool: Pool):
+        self._name = name
+        self._layout = layout
+        self._owned = owned
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._buffers: dict[int, list[np.ndarray]] = {}
+        # The boxes of each slab; False while the bytes are being copied.
+        self._boxes: dict[tuple[int, int], dict[Box, bool]] = defaultdict(dict)
+
+    def stage(
+        self, block: int, slab: int, start: Sequence[int], array: np.ndarray
+    ) -> None:
+        """Adds a piece. The same piece again changes nothing.
+
+        Args:
+          start: of the piece in the coordinates of its leaf.
+        """
+        inside, box = self._check(block, slab, start, array)
+        with self._lock:
+            boxes = self._boxes[block, slab]
+            if boxes.get(box):
+                return
+            for other in boxes:
+                if other != box and other.intersect(box) is not None:
+                    raise Refused(
+                        f"{self._piece(block, slab, box)} overlaps the piece {other} "
+                        "that arrived before; two processes of a learner must not "
+                        "send the same elements"
+                    )
+            boxes[box] = False
+            if block not in self._buffers:
+                slabs = self._layout.blocks[block].slabs
+                self._buffers[block] = [self._pool.take(s.box.shape) for s in slabs]
+            target = self._buffers[block][slab]
+        target[box.slices(inside=inside)] = array
+        with self._lock:
+            boxes[box] = True
+
+    def missing(self, blocks: Iterable[int]) -> str | None:
+        """Returns the first slab of these blocks that is not complete, if any."""
+        with self._lock:
+            for block in blocks:
+                for i, slab in enumerate(self._layout.blocks[block].slabs):
+                    boxes = self._boxes.get((block, i), {})
+                    size = sum(box.size for box, is_there in boxes.items() if is_there)
+                    if size < slab.box.size:
+                        path = self._layout.leaves[slab.leaf].path
+                        return (
+                            f"{path}{slab.box} (block {block}): {size} of "
+                            f"{slab.box.size} elements"
+                        )
+        return None
+
+    def arrays(self, block: int) -> list[np.ndarray]:
+        """Returns the buffers of a block's slabs."""
+        with self._lock:
+            if block in self._buffers:
+                return self._buffers[block]
+        # Slabs without elements have no pieces.
+        return [self._pool.take(s.box.shape) for s in self._layout.blocks[block].slabs]
+
+    def release(self) -> None:
+        """Gives the buffers back to the pool; pieces must not be added afterwards."""
+        with self._lock:
+            is_written = any(
+                not is_there
+                for boxes in self._boxes.values()
+                for is_there in boxes.values()
+            )
+            buffers, self._buffers = self._buffers, {}
+        # A buffer that a late piece is still being copied into is left to that thread.
+        if not is_written:
+            for array in (x for arrays in buffers.values() for x in arrays):
+                self._pool.give(array)
+
+    def _check(
+        self, block: int, slab: int, start: Sequence[int], array: np.ndarray
+    ) -> tuple[Box, Box]:
+        """Returns the boxes of slab and piece; refuses a piece that does not fit."""
+        if block not in self._owned:
+            raise Refused(
+                f"{self._name}: block {block} is not held by this server; ask the "
+                "coordinator for the servers of the job again"
+            )
+        slabs = self._layout.blocks[block].slabs
+        if not 0 <= slab < len(slabs):
+            raise Refused(
+                f"{self._name}: block {block} has {len(slabs)} slabs, not slab {slab}"
+            )
+        if array.dtype.name not in NAMES:
+            raise Refused(
+                f"{self._name}: block {block} slab {slab} is of dtype "
+                f"{array.dtype.name}; expected one of {', '.join(NAMES)}"
+            )
+        box = Box.at(start, array.shape)
+        if not slabs[slab].box.contains(box) or box.size == 0:
+            raise Refused(
+                f"{self._piece(block, slab, box)} is empty or outside of its slab "
+                f"{slabs[slab].box}; do learner and server have the same layout?"
+            )
+        return slabs[slab].box, box
+
+    def _piece(self, block: int, slab: int, box: Box) -> str:
+        leaf = self._layout.leaves[self._layout.blocks[block].slabs[slab].leaf]
+        return f"{self._name}: piece {leaf.path}{box} (block {block}, slab {slab})"
+
+
+class Staging:
+    """The staged contributions of a job.
+
+    The contributions of an incarnation are dropped in the order of their rounds, so a
+    piece of a round up to the last dropped one is a repeated message, and is ignored.
+    """
+
+    def __init__(self, job: str, layout: Layout, owned: Iterable[int], pool: Pool):
+        self._job = job
+        self._layout = layout
+        self._owned = frozenset(owned)
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._staged: dict[Key, Staged] = {}
+        self._dropped: dict[tuple[int, int], float] = {}  # the last round dropped
+
+    def add(
+        self,
+        key: Key,
+        block: int,
+        slab: int,
+        start: Sequence[int],
+        array: np.ndarray,
+    ) -> None:
+        """Adds a piece of a contribution."""
+        with self._lock:
+            if key[2] <= self._dropped.get(key[:2], -1):
+                return
+            if key not in self._staged:
+                self._staged[key] = Staged(
+                    self.describe(key), self._layout, self._owned, self._pool
+                )
+            staged = self._staged[key]
+        staged.stage(block, slab, start, array)
+
+    def get(self, key: Key) -> Staged | None:
+        with self._lock:
+            return self._staged.get(key)
+
+    def keys(self) -> list[Key]:
+        with self._lock:
+            return sorted(self._staged)
+
+    def complete(self, key: Key, blocks: Sequence[int]) -> Staged:
+        """Returns a contribution; refuses one that has not arrived for these blocks."""
+        staged = self.get(key)
+        if staged is None:
+            raise Refused(f"{self.describe(key)}: nothing of it is staged here")
+        missing = staged.missing(blocks)
+        if missing is not None:
+            raise Refused(f"{self.describe(key)} is not complete: {missing}")
+        return staged
+
+    def drop(self, learner: int, incarnation: int, round: int | None) -> None:
+        """Forgets a contribution; None: all of an incarnation, also those to come."""
+        owner = (learner, incarnation)
+        with self._lock:
+            last = float("inf") if round is None else round
+            self._dropped[owner] = max(last, self._dropped.get(owner, -1))
+            keys = [k for k in self._staged if k[:2] == owner and round in (None, k[2])]
+            found = [self._staged.pop(key) for key in keys]
+        for staged in found:
+            staged.release()
+
+    def clear(self, *, round: int | None = None) -> None:
+        """Forgets all contributions (of one round), as if nothing had arrived."""
+        with self._lock:
+            keys = [key for key in self._staged if round in (None, key[2])]
+            found = [self._staged.pop(key) for key in keys]
+            if round is None:
+                self._dropped = {}
+        for staged in found:
+            staged.release()
+
+    def describe(self, key: Key) -> str:
+        learner, incarnation, round = key
+        return (
+            f"job {self._job!r}, learner {learner} (incarnation {incarnation}), "
+            f"round {round}"
+        )

@@ -1,0 +1,393 @@
+"""The blocks of one job that one server holds, without any network.
+
+Commit n makes version n from version n - 1, out of place: a version never changes, and
+can be read as long as it is kept. `merge` computes the mean of a set of contributions,
+`apply` updates the parameters with it; both can be repeated.
+
+Two locks: `_commit_lock` lets one commit, drop or load happen at a time, and `_lock`
+guards the table of versions, for moments only. Who needs both takes the first first.
+"""
+
+import functools
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..blocks import digest
+from ..blocks.box import Box
+from ..blocks.dtypes import dtype_of
+from ..blocks.layout import Layout
+from ..blocks.pieces import pieces
+from ..wire.errors import Refused
+from . import block_files
+from .merging import Addend, mean_of, sum_of_squares
+from .staging import Key, Pool, Staged, Staging
+from .update import Axes, Compiled, MakeUpdate, no_optimizers, update_of
+
+Version = dict[int, tuple[np.ndarray, ...]]  # the slabs of every block
+
+
+class Merged(NamedTuple):
+    """The mean of the contributions of a commit that is not applied yet."""
+
+    version: int
+    mean: dict[int, list[np.ndarray]]
+
+
+class BlockStore:
+    """Blocks of the parameters with their optimizer state and staged contributions.
+
+    Attributes:
+      layout: of the job.
+      owned: indices of the blocks that are held here.
+      newest: number of the newest version; None until the initial parameters arrived.
+    """
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        owned: Iterable[int] | None = None,
+        *,
+        make_update: MakeUpdate = no_optimizers,
+    ):
+        """Args:
+        spec: JSON of the job: "job", "policy", "layout" and "update" are used here.
+        owned: indices of the blocks held here; all by default.
+        make_update: makes the update of kind "optimizer".
+        """
+        self.layout = Layout.from_json(spec["layout"])
+        everything = range(len(self.layout.blocks))
+        self.owned = tuple(sorted(everything if owned is None else set(owned)))
+        self.newest: int | None = None
+        self._name = str(spec["job"])
+        self._compensation = float(spec["policy"].get("compensation", 0.0))
+        self._update = Compiled(update_of(spec, make_update))
+        self._commit_lock, self._lock = threading.RLock(), threading.RLock()
+        self._pool = Pool()
+        self._staging = Staging(self._name, self.layout, self.owned, self._pool)
+        self._merged: Merged | None = None
+        self._versions: dict[int, Version] = {}
+        self._opt_states: dict[int, Any] = {}
+        if not self.owned:  # few blocks and many servers: nothing will ever arrive
+            self._versions, self.newest = {0: {}}, 0
+
+    def stage(
+        self,
+        learner: int,
+        incarnation: int,
+        round: int,
+        block: int,
+        slab: int,
+        start: Sequence[int],
+        array: np.ndarray,
+    ) -> None:
+        """Adds a piece of a contribution. The same piece again changes nothing.
+
+        Round 0 is the initial parameters: the first learner whose pieces are complete
+        makes version 0. Later pieces of round 0 are ignored.
+
+        Args:
+          start: of the piece in the coordinates of its leaf.
+        """
+        key = (learner, incarnation, round)
+        if round == 0 and self.newest is not None:
+            return
+        self._staging.add(key, block, slab, start, array)
+        if round == 0 and self.is_complete(*key):
+            self._initialize(key)
+
+    def is_complete(
+        self, learner: int, incarnation: int, round: int, fragment: int | None = None
+    ) -> bool:
+        """Returns whether all pieces for this server arrived (None: of all blocks)."""
+        if round == 0 and self.newest is not None:
+            return True
+        staged = self._staging.get((learner, incarnation, round))
+        blocks = self._blocks_of(fragment)
+        return not blocks or (staged is not None and staged.missing(blocks) is None)
+
+    def merge(
+        self,
+        version: int,
+        fragment: int,
+        contributions: Sequence[Mapping[str, Any]],
+        divisor: float,
+    ) -> dict[str, Any]:
+        """Computes the mean for the commit that makes `version`.
+
+        Args:
+          contributions: each with learner, incarnation, round, base (version), and
+            coefficient; with compensation also weight.
+
+        Returns:
+          The sum of squares over the blocks held here, and whether it is finite.
+        """
+        with self._commit_lock:
+            newest = self._check_next(version, "merge")
+            self._release_merged()
+            blocks = self._blocks_of(fragment)
+            found = []
+            if blocks:
+                in_order = sorted(contributions, key=_key)
+                found = [(c, self._staging.complete(_key(c), blocks)) for c in in_order]
+            means: dict[int, list[np.ndarray]] = {}
+            total = 0.0
+            for block in blocks:
+                means[block] = mean_of(
+                    [self._addend(block, c, staged) for c, staged in found],
+                    divisor,
+                    self._versions[newest][block],
+                    self._pool,
+                    compensation=self._compensation,
+                )
+                total += sum(map(sum_of_squares, means[block]))
+            self._merged = Merged(version, means)
+        return {"sum_of_squares": total, "finite": math.isfinite(total)}
+
+    def apply(
+        self,
+        version: int,
+        scale: float,
+        step: int,
+        share: float,
+        keep: Iterable[int] = (),
+        drop: Iterable[Sequence[int | None]] = (),
+    ) -> dict[str, Any]:
+        """Makes `version` from the merged mean; again, it changes nothing.
+
+        Args:
+          scale: of the mean; 0 skips the update: parameters and optimizer state stay.
+          step: index for the learning-rate schedule.
+          share: of a full update.
+          keep: versions that stay readable, besides the newest.
+          drop: (learner, incarnation, round) of contributions that are done with; a
+            round of None means all of that incarnation.
+        """
+        with self._commit_lock:
+            if self.newest is None or version > self.newest:
+                newest = self._check_next(version, "apply")
+                new = dict(self._versions[newest])
+                if scale != 0:
+                    new |= self._apply_merged(version, new, scale, step, share)
+                with self._lock:
+                    self._versions[version] = new
+                    self.newest = version
+                self._release_merged()
+            self._forget_except(keep)
+            self.drop(drop)
+            return {"version": self.newest}
+
+    def drop(self, keys: Iterable[Sequence[int | None]]) -> None:
+        """Forgets staged contributions, as `apply` does."""
+        with self._commit_lock:
+            for learner, incarnation, round in keys:
+                assert learner is not None and incarnation is not None
+                self._staging.drop(learner, incarnation, round)
+
+    def read(self, version: int, leaf: int, box: Box) -> np.ndarray:
+        """Returns the elements of a box, read-only."""
+        if not 0 <= leaf < len(self.layout.leaves):
+            raise Refused(
+                f"job {self._name!r} has {len(self.layout.leaves)} leaves, not {leaf}"
+            )
+        blocks = self._version(version)
+        found = pieces(self.layout, leaf, box)
+        for block, _, part in found:
+            if block not in blocks:
+                raise Refused(
+                    f"{self.layout.leaves[leaf].path}{part} is in block {block}, which "
+                    "is not held by this server; ask the coordinator for the servers"
+                )
+        views = []
+        for block, slab, part in found:
+            inside = self.layout.blocks[block].slabs[slab].box
+            views.append((part, blocks[block][slab][part.slices(inside=inside)]))
+        if len(views) == 1:
+            return views[0][1]
+        whole = np.empty(box.shape, dtype_of(self.layout.leaves[leaf].dtype))
+        for part, view in views:
+            whole[part.slices(inside=box)] = view
+        return whole
+
+    def digest_lanes(self, version: int) -> dict[str, list[int]]:
+        """Returns {path: [sum, sum]} over the elements held here; see blocks/digest."""
+        sums: dict[str, tuple[int, int]] = {}
+        for block, arrays in self._version(version).items():
+            for slab, array in zip(
+                self.layout.blocks[block].slabs, arrays, strict=True
+            ):
+                leaf = self.layout.leaves[slab.leaf]
+                part = digest.lanes(array, slab.box, leaf.shape)
+                sums[leaf.path] = digest.add(sums.get(leaf.path, (0, 0)), part)
+        return {path: list(lanes) for path, lanes in sums.items()}
+
+    def save(self, folder: str | Path, version: int) -> dict[str, Any]:
+        """Writes the newest version and the optimizer state, one file for each block.
+
+        Servers of one job save into one folder; commits go on meanwhile.
+        """
+        with self._commit_lock:
+            if version != self.newest:
+                raise Refused(
+                    f"save of version {version} of job {self._name!r}: the newest is "
+                    f"{self.newest}, and only its optimizer state is there"
+                )
+            blocks, opt_states = self._versions[version], dict(self._opt_states)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        nbytes = 0
+        for block in self.owned:
+            params = dict(zip(self._axes(block), blocks[block], strict=True))
+            nbytes += block_files.write_state(
+                folder, block, self._facts(version), params, opt_states[block]
+            )
+        return {"blocks": list(self.owned), "bytes": nbytes}
+
+    def load(self, folder: str | Path, version: int) -> None:
+        """Reads what servers saved, however many; forgets what was here before."""
+        blocks: Version = {}
+        opt_states: dict[int, Any] = {}
+        for block in self.owned:
+            axes = self._axes(block)
+            params, opt_states[block] = block_files.read_state(
+                Path(folder),
+                block,
+                self._facts(version),
+                axes,
+                functools.partial(self._update.init, axes=axes),
+            )
+            blocks[block] = tuple(map(_read_only, params.values()))
+        with self._commit_lock:
+            self._release_merged()
+            self._staging.clear()
+            self._opt_states = opt_states
+            with self._lock:
+                self._versions, self.newest = {version: blocks}, version
+
+    def status(self) -> dict[str, Any]:
+        """Returns what the store holds, for people and for the coordinator."""
+        with self._lock:
+            return {
+                "job": self._name,
+                "version": self.newest,
+                "versions": sorted(self._versions),
+                "blocks": len(self.owned),
+                "bytes": sum(map(self.layout.block_bytes, self.owned)),
+                "staged": [list(key) for key in self._staging.keys()],
+            }
+
+    def _blocks_of(self, fragment: int | None) -> list[int]:
+        fragments = self.layout.fragments
+        return [b for b in self.owned if fragment is None or fragments[b] == fragment]
+
+    def _axes(self, block: int) -> Axes:
+        leaves = (self.layout.leaves[s.leaf] for s in self.layout.blocks[block].slabs)
+        return {leaf.path: leaf.axes for leaf in leaves}
+
+    def _facts(self, version: int) -> dict[str, Any]:
+        return {"version": version, "layout": self.layout.digest}
+
+    def _version(self, version: int) -> Version:
+        with self._lock:
+            if version not in self._versions:
+                raise Refused(
+                    f"version {version} of job {self._name!r} is not here; the newest "
+                    f"is {self.newest}"
+                )
+            return self._versions[version]
+
+    def _check_next(self, version: int, verb: str) -> int:
+        """Returns the newest version; refuses any but the one after it."""
+        if self.newest is None:
+            raise Refused(
+                f"{verb} of version {version} of job {self._name!r}: the initial "
+                "parameters (round 0) have not arrived"
+            )
+        if version != self.newest + 1:
+            raise Refused(
+                f"{verb} of version {version} of job {self._name!r}: the newest here "
+                f"is {self.newest}, so only {self.newest + 1} can follow"
+            )
+        return self.newest
+
+    def _initialize(self, key: Key) -> None:
+        """Makes version 0 of the staged parameters."""
+        with self._commit_lock:
+            staged = self._staging.get(key)
+            if staged is None or self.newest is not None:
+                return
+            version: Version = {}
+            for block in self.owned:
+                slabs = self.layout.blocks[block].slabs
+                dtypes = [dtype_of(self.layout.leaves[s.leaf].dtype) for s in slabs]
+                version[block] = tuple(
+                    _read_only(array.astype(dtype))
+                    for array, dtype in zip(staged.arrays(block), dtypes, strict=True)
+                )
+                axes = self._axes(block)
+                params = dict(zip(axes, version[block], strict=True))
+                self._opt_states[block] = self._update.init(params, axes)
+            with self._lock:
+                self._versions, self.newest = {0: version}, 0
+            self._staging.clear(round=0)
+
+    def _addend(self, block: int, facts: Mapping[str, Any], staged: Staged) -> Addend:
+        arrays, coefficient = staged.arrays(block), facts["coefficient"]
+        if not self._compensation or facts["base"] == self.newest:
+            return Addend(arrays, coefficient)
+        base = self._version(facts["base"])[block]
+        return Addend(arrays, coefficient, base, facts["weight"])
+
+    def _apply_merged(
+        self, version: int, old: Version, scale: float, step: int, share: float
+    ) -> Version:
+        """Updates the blocks of the merged fragment; returns them."""
+        if self._merged is None or self._merged.version != version:
+            raise Refused(
+                f"apply of version {version} of job {self._name!r}: its contributions "
+                "are not merged here; merge first"
+            )
+        results = {}
+        for block, arrays in self._merged.mean.items():
+            axes = self._axes(block)
+            results[block] = self._update.update(
+                dict(zip(axes, arrays, strict=True)),
+                self._opt_states[block],
+                dict(zip(axes, old[block], strict=True)),
+                axes,
+                scale=scale,
+                step=step,
+                share=share,
+            )
+        jax.block_until_ready(results)  # the buffers of the mean are used again
+        new: Version = {}
+        for block, (params, opt_state) in results.items():
+            new[block] = tuple(_read_only(np.asarray(params[p])) for p in params)
+            self._opt_states[block] = opt_state
+        return new
+
+    def _release_merged(self) -> None:
+        merged, self._merged = self._merged, None
+        if merged is not None:
+            for array in (x for arrays in merged.mean.values() for x in arrays):
+                self._pool.give(array)
+
+    def _forget_except(self, keep: Iterable[int]) -> None:
+        wanted = {self.newest, *keep}
+        with self._lock:
+            for version in [v for v in self._versions if v not in wanted]:
+                del self._versions[version]
+
+
+def _key(facts: Mapping[str, Any]) -> Key:
+    return facts["learner"], facts["incarnation"], facts["round"]
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
