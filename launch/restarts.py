@@ -56,8 +56,14 @@ class Restarts:
         """Takes the size that the user requested."""
         self._change(size, others=[self.size])
 
-    def after(self, death: Ending | None) -> Decision:
-        """Decides after a death, or after a stall (None), which no worker caused."""
+    def after(
+        self, death: Ending | None, restarting: str = "restarting all"
+    ) -> Decision:
+        """Decides after a death, or after a stall (None), which no worker caused.
+
+        Args:
+          restarting: what a restart is called in the message.
+        """
         if death is not None and death.status == BAD_INPUT:
             return self._after_refusal()
         self._count_death(death)
@@ -72,7 +78,7 @@ class Restarts:
         if self._count > self._limit:
             return Decision(f"giving up, {_times(self._limit)}", GAVE_UP)
         return self._restart(
-            "restarting all", f" ({self._count} of {self._limit} without progress)"
+            restarting, f" ({self._count} of {self._limit} without progress)"
         )
 
     def _count_death(self, death: Ending | None) -> None:

@@ -5,11 +5,8 @@ included. See exit_codes.py for exit codes, progress_file.py for what counts as
 progress, and restarts.py for when a group shrinks or is given up.
 """
 
-import contextlib
 import dataclasses
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from . import exit_codes, progress_file
@@ -19,13 +16,13 @@ from .masking import masked_command
 from .progress_watch import Watch
 from .restarts import Restarts
 from .settings import Settings
+from .stop_signals import StopSignals
 from .target import Attempt, Target
 from .warm import Warm
 from .workers import Group, Heir
 
 # A worker's own watchdog fires first: it can dump the stacks of its threads.
 SLACK = 1.5
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +61,13 @@ class Supervisor:
         )
         self._attempt = 0
         self._reason = ""  # why the previous attempt ended
-        self._told: list[int] = []  # signals to stop, in the order they came
-        self._told_at = 0.0
+        self._signals = StopSignals(settings.repeat_seconds)
+        self._told = self._signals.told
         self._said: set[str] = set()  # messages that are shown only once
 
     def run(self) -> int:
         """Returns the exit code; leaves no process behind."""
-        with self._logs, self._heir, self._warm, self._catching_signals():
+        with self._logs, self._heir, self._warm, self._signals:
             self._logs.write_size(self._restarts.size)
             say(f"{_processes(self._restarts.size)}, logs in {self._logs.folder}")
             status = None
@@ -79,26 +76,6 @@ class Supervisor:
                 self._reason = outcome.reason
                 status = self._after(outcome)
             return status
-
-    @contextlib.contextmanager
-    def _catching_signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        try:
-            for number, handler in before.items():
-                if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
-                    signal.signal(number, self._on_signal)
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _) -> None:
-        now = time.monotonic()
-        if not self._told:
-            self._told_at = now
-        elif now - self._told_at < self._settings.repeat_seconds:
-            return
-        self._told.append(number)
 
     # One attempt.
 
