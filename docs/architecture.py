@@ -56,6 +56,12 @@ ROOMS = (
     Room("trainer/data", "text to device batches", 9, 1),
     Room("trainer/config", "gin files to dataclasses", 8, 0),
     Room("models", "the transformer", 8, 2),
+    Room("service/coordinator", "decides every commit", 3, 0),
+    Room("service/learner", "a run's side of it", 5, 2),
+    Room("service/server", "blocks of parameters", 6, 2),
+    Room("service/wire", "calls and streams", 7, 2),
+    Room("service/blocks", "arrays as blocks", 9, 0),
+    Room("service/rounds", "engine, simulator", 7, 0),
     Room("launch/targets", "local, Slurm, ssh, ...", 5, 0),
     Room("launch", "supervisor; without jax", 10, 0),
     Room("sharding/pipeline", "schedules, executor", 9, 2),
@@ -82,6 +88,7 @@ def files(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
         for path in sorted((root / package).glob("**/*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(p for p in parts if p != "__init__")] = path
+    del found["service"]  # has nothing but its rooms
     return found
 
 
@@ -156,6 +163,7 @@ FILLS = {
     "trainer": ("#dfeafb", "#5b84c4"),
     "launch": ("#fbe8d3", "#c58a45"),
     "models": ("#dcf0df", "#5a9c68"),
+    "service": ("#fbdfe4", "#c46a7c"),
     "sharding": ("#eae2f8", "#8a6cc0"),
     "configs": ("#ecebe6", "#8b8778"),
 }

@@ -31,8 +31,13 @@ _PAIR = re.compile(r"([A-Za-z_][\w.\-]*)=([^\s&'\"]+)")
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a value with this name may be a secret, and is masked."""
+    """Whether a value with this name may be a secret, and is masked.
+
+    `token_file` is the name of a file, which tells nobody anything.
+    """
     words = re.findall(r"[a-z0-9]+", name.lower())
+    if words and words[-1] == "file":
+        return False
     return any(word.endswith(_ENDINGS) or word in _WORDS for word in words)
 
 

@@ -11,9 +11,10 @@ MAY_IMPORT = {
     "package": set(),  # meshloom itself: its version, without imports
     "sharding": set(),
     "models": {"sharding"},
+    "service": set(),
     "configs": set(),
     # launch starts trainer commands, which report back through statuses and files.
-    "trainer": {"models", "sharding", "launch"},
+    "trainer": {"models", "sharding", "launch", "service"},
     "launch": set(),
 }
 # The rooms of the trainer: each may only import those before it.
@@ -21,11 +22,21 @@ TRAINER_ROOMS = (
     *("config", "data", "program", "record", "job", "checkpoint", "run"),
     *("verify", "plan", "report", "doctor", "commands"),
 )
+# The rooms of the service, and what each may import of the others.
+SERVICE_ROOMS = {
+    "rounds": set(),
+    "blocks": set(),
+    "wire": {"blocks"},
+    "server": {"blocks", "wire"},
+    "coordinator": {"rounds", "blocks", "wire"},
+    "learner": {"rounds", "blocks", "wire"},
+}
 # Packages inside a package.
 ROOMS = {
     "launch/targets",
     "sharding/hlo",
     "sharding/pipeline",
+    *(f"service/{room}" for room in SERVICE_ROOMS),
     "trainer/plan/compile",
     "trainer/plan/searching",
     *(f"trainer/{room}" for room in TRAINER_ROOMS),
@@ -118,6 +129,31 @@ def test_the_launcher_does_not_need_jax():
             tree = ast.parse(path.read_text())
             top = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
             assert not others & {a.name for n in top for a in n.names}, name
+
+
+def test_rooms_of_the_service_import_one_way():
+    for room, allowed in SERVICE_ROOMS.items():
+        for path in sources(f"service/{room}"):
+            names = {
+                part
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.ImportFrom) and node.level == 2
+                for part in [(node.module or node.names[0].name).split(".")[0]]
+            }
+            assert names <= allowed, f"{path.relative_to(ROOT)} imports {names}"
+
+
+def test_the_engine_and_the_coordinator_need_no_jax():
+    allowed = {
+        "rounds": set(),
+        "blocks": {"numpy", "ml_dtypes"},
+        "wire": {"numpy", "grpc", "google_crc32c"},
+        "coordinator": {"numpy"},
+    }
+    for room, libraries in allowed.items():
+        for path in sources(f"service/{room}"):
+            others = roots(path) - libraries - {*sys.stdlib_module_names}
+            assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 
 def test_one_file_imports_gin():

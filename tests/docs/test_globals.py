@@ -41,7 +41,7 @@ def uses(source: str) -> set[str]:
 
 
 def library() -> list[pathlib.Path]:
-    packages = ("sharding", "models", "trainer")
+    packages = ("sharding", "models", "service", "trainer")
     files = (path for p in packages for path in sorted((ROOT / p).glob("**/*.py")))
     return [p for p in files if not name(p).startswith(COMMAND_LINE)]
 

@@ -47,7 +47,7 @@ def test_imports_between_rooms_point_one_way():
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the packages, to add wrong imports to."""
-    for package in ("configs", "launch", "models", "sharding", "trainer"):
+    for package in ("configs", "launch", "models", "service", "sharding", "trainer"):
         shutil.copytree(
             ROOT / package,
             tmp_path / package,

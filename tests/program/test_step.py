@@ -82,7 +82,7 @@ def test_one_update_by_hand():
     np.testing.assert_allclose(state.params["b"], -RATE * 0.5, rtol=1e-6)
     assert state.step == 1 and metrics["learning_rate"] == 1.0
     assert metrics["skipped"] == 0
-    names = {"loss", "offset", "grad_norm", "learning_rate", "skipped"}
+    names = {"loss", "offset", "grad_norm", "learning_rate", "skipped", "weight"}
     assert set(metrics) == names
     _, metrics = step()(state, batch)
     assert metrics["learning_rate"] == 0.75

@@ -110,6 +110,11 @@ def test_no_setting_of_ours_is_taken_for_a_secret():
     assert [name for name in config_tree.flatten(config) if looks_secret(name)] == []
 
 
+def test_the_name_of_a_file_is_not_a_secret():
+    assert not looks_secret("exchange.token_file")
+    assert looks_secret("exchange.token") and looks_secret("file_token")
+
+
 def test_variables():
     found = masked({"HF_TOKEN": "abc", "A": "https://me:pw@host/x", "B_KEY": ""})
     assert found == {"HF_TOKEN": "***", "A": "https://***@host/x", "B_KEY": ""}

@@ -35,6 +35,16 @@ def add(commands) -> None:
         help="train on the CPU, as N devices",
     )
     parser.add_argument(
+        "--exchange",
+        metavar="HOST:PORT[/JOB]",
+        help="train as a learner of the service there; see docs/service.md",
+    )
+    parser.add_argument(
+        "--learner",
+        metavar="I/N",
+        help="which learner of how many this is, from 0/N; with --exchange",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check everything and show the plan, without writing or training",
@@ -68,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         loaded = load(args)
         if args.steps is not None:
             loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+        loaded = with_exchange(loaded, args.exchange, args.learner)
     loaded = with_fewer_processes(loaded, group.size)
     workdir = args.workdir or Path("runs") / Path(config_names(args)[-1]).stem
     use_compilation_cache()
@@ -93,6 +104,29 @@ def run(args: argparse.Namespace) -> int:
             print(f"meshloom: {error}. Run the same command again to continue.")
             return progress_file.leave(PREEMPTED)
     return progress_file.leave(DONE)
+
+
+def with_exchange(
+    loaded: "Loaded", exchange: str | None, learner: str | None
+) -> "Loaded":
+    """Applies --exchange and --learner to the config."""
+    from ..config import files as config_files
+
+    values: list[tuple[str, object, str]] = []
+    if learner is not None:
+        index, slash, count = learner.partition("/")
+        if not (slash and index.isdigit() and count.isdigit()):
+            raise ValueError(f"--learner {learner!r}: expected I/N, such as 0/4")
+        values.append(("learners", int(count), "--learner"))
+        values.append(("learner", int(index), "--learner"))
+    if exchange is not None:
+        address, slash, job = exchange.partition("/")
+        if slash:
+            values.append(("job", job, "--exchange"))
+        values.append(("address", address, "--exchange"))
+    for name, value, origin in values:
+        loaded = config_files.override(loaded, f"exchange.{name}", value, origin)
+    return loaded
 
 
 def with_fewer_processes(loaded: "Loaded", now: int) -> "Loaded":

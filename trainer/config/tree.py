@@ -128,6 +128,11 @@ def plain(value: Any, path: str) -> Any:
     return repr(value)
 
 
+def is_below(path: str, names: Iterable[str]) -> bool:
+    """Returns whether a path is one of these names, or inside one of them."""
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
 def _canonical(value: Any) -> str:
     def same_number(x: Any) -> Any:
         if isinstance(x, float) and x.is_integer():
@@ -143,7 +148,12 @@ def _canonical(value: Any) -> str:
 
 def digest(config: Any) -> str:
     """Returns the SHA-256 of all values, independent of their origin and order."""
-    return hashlib.sha256(_canonical(flatten(config)).encode()).hexdigest()
+    return digest_of(flatten(config))
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of a flat config, independent of the order of its values."""
+    return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
 
 def origin_of(path: str, origins: Mapping[str, str]) -> str:

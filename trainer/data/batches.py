@@ -10,6 +10,7 @@ update n + 1 consumes it. It is therefore a pure function of (dataset, seed, n) 
 number of processes, and the step number is the only data position to save.
 """
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,40 @@ Shardings = NamedSharding | Mapping[str, NamedSharding]
 SAMPLE_IDS = "sample_ids"
 # The batch array of per-example or per-token weights; it is 0 in padding rows.
 WEIGHTS = "weights"
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The rows of every batch that one of several learners takes.
+
+    Learner i of n takes the i-th of n equal, contiguous parts. Part i of batch k is
+    batch k * n + i of the same order in batches of the size of a part.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self):
+        if not 0 <= self.index < self.count:
+            raise ValueError(
+                f"learner {self.index} is not one of {self.count}, counted from 0"
+            )
+
+    def size(self, batch_size: int) -> int:
+        """Returns the number of rows of the share."""
+        if missing := -batch_size % self.count:
+            raise ValueError(
+                f"batch_size {batch_size} is not divisible by {self.count} learners; "
+                f"{batch_size + missing} would be"
+            )
+        return batch_size // self.count
+
+    def number(self, batch: int) -> int:
+        """Returns the number of a batch's part, counted in batches of that size."""
+        return batch * self.count + self.index
+
+
+ALL_ROWS = Share()
 
 
 class Batches:
@@ -260,6 +295,7 @@ def device_batches(
     training: bool = True,
     prefetch: int = 2,
     num_examples: int | None = None,
+    share: Share = ALL_ROWS,
 ) -> DeviceBatches:
     """Returns batches start..stop - 1 as global arrays, prefetched by threads.
 
@@ -271,6 +307,7 @@ def device_batches(
       training: see `Batches`.
       prefetch: number of batches to keep ready; 0 reads in the calling thread.
       num_examples: see `Batches`.
+      share: of each batch, which learner's part; `batch_size` is the size of a part.
     """
     if not 0 <= start <= stop:
         raise ValueError(
@@ -280,4 +317,5 @@ def device_batches(
         raise ValueError(f"prefetch is {prefetch}; it must be >= 0 batches.")
     rows = needed_rows(shardings, batch_size)
     batches = Batches(dataset, order, batch_size, rows, training, num_examples)
-    return DeviceBatches(batches, shardings, range(start, stop), prefetch)
+    numbers = range(share.number(start), share.number(stop), share.count)
+    return DeviceBatches(batches, shardings, numbers, prefetch)

@@ -84,6 +84,16 @@ class Group:
         store = JaxStore() if size > 1 else None
         return cls(jax.process_index(), size, store, name=name)
 
+    def named(self, name: str) -> "Group":
+        """Returns the same processes as a group of their own keys and barriers.
+
+        Its methods may be called by another thread than those of this group.
+        """
+        hosts, hold = self._hosts, self._hold
+        return Group(
+            self.index, self.size, self._store, name=name, hosts=hosts, hold=hold
+        )
+
     @property
     def is_first(self) -> bool:
         """Whether this process writes and prints for all."""

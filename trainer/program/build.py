@@ -92,6 +92,7 @@ def build(
     max_grad_norm: float | None = None,
     skip_grad_norm: float | None = None,
     facts: Mapping[str, Any] | None = None,
+    first_row: int = 0,
     donate: bool = True,
 ) -> Program:
     """Builds the Program of a model; raises ValueError if its arguments do not fit.
@@ -109,6 +110,8 @@ def build(
         in a pipeline a number with a small bubble.
       pipeline: how to use a mesh axis `pipe` larger than 1; None means the defaults.
       facts: properties of the dataset, for the model's `check_batch`.
+      first_row: number of the batch's first row, from which random keys are made, if
+        this is a part of a larger batch.
       donate: whether `step` and `apply` donate the buffers of their input state.
     """
     contract.check(model)
@@ -140,7 +143,9 @@ def build(
     shard = Sharder(mesh, rules)
     staged = staging.bind(model, mesh, rules, pipeline) if staging else None
     bound = {"model": model, "shard": shard, "seed": seed, "pipeline": staged}
-    compute = functools.partial(step_lib.gradients, num_microbatches=num, **bound)
+    compute = functools.partial(
+        step_lib.gradients, num_microbatches=num, first_row=first_row, **bound
+    )
     update = functools.partial(
         step_lib.apply,
         model=model,

@@ -6,7 +6,7 @@ each step subtracts learning rate * weight_decay * parameter.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import optax
@@ -20,6 +20,9 @@ class Optimizer(Protocol):
 
     The arrays of its state are sharded like the parameters they belong to. For state of
     other shapes it may have an attribute `state_axes`: {path pattern: logical axes}.
+    Servers (docs/service.md) run it on parts of the parameters if it has an attribute
+    `granularity`, the smallest part that may be updated on its own: "element",
+    "matrix" (one matrix of a stack) or "leaf" (a whole array).
     """
 
     def make(self, learning_rate: optax.Schedule, axes: Any) -> Any:
@@ -29,6 +32,8 @@ class Optimizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW:
+    granularity: ClassVar[str] = "element"
+
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -47,6 +52,8 @@ class AdamW:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion:
+    granularity: ClassVar[str] = "element"
+
     b1: float = 0.9
     b2: float = 0.99
     weight_decay: float = 0.1
@@ -64,6 +71,8 @@ class Lion:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor:
     """Factored second moments: row and column statistics instead of a full matrix."""
+
+    granularity: ClassVar[str] = "leaf"
 
     min_dim_size_to_factor: int = 128
     decay_rate: float = 0.8
@@ -88,6 +97,8 @@ class Adafactor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon:
     """Orthogonalized momentum for matrices; AdamW for all others and the vocabulary."""
+
+    granularity: ClassVar[str] = "matrix"
 
     beta: float = 0.95
     weight_decay: float = 0.1

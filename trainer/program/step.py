@@ -24,6 +24,9 @@ Metrics = dict[str, jax.Array]
 # Metrics with the two lanes of the digest of a batch's samples.
 SAMPLE_DIGEST = ("samples_0", "samples_1")
 
+# The metric with the weight that the means of a step were divided by.
+WEIGHT = "weight"
+
 # Inside a step, the batch array of row indices, from which the rows' keys are made.
 ROWS = "rows"
 
@@ -56,12 +59,14 @@ def gradients(
     shard: Sharder,
     seed: int = 0,
     num_microbatches: int = 1,
+    first_row: int = 0,
     pipeline: Pipeline | None = None,
 ) -> Gradients:
     """Computes the gradients of a batch.
 
     Args:
       seed: for the keys of models that take one.
+      first_row: number of the first row, if the batch is a part of a larger one.
       pipeline: computes the gradients in stages, with its own microbatches.
     """
     samples, batch = _without_ids(batch)
@@ -69,7 +74,7 @@ def gradients(
         sums, grads = pipeline.value_and_grad(state.params, batch)
         return Gradients(sums, grads, {}, samples)
     sums, grads, statistics = _gradients(
-        state, batch, model, shard, seed, num_microbatches
+        state, batch, model, shard, seed, num_microbatches, first_row
     )
     return Gradients(sums, grads, statistics, samples)
 
@@ -120,6 +125,7 @@ def apply(
         "grad_norm": norm,
         "learning_rate": jnp.asarray(rate, jnp.float32),
         "skipped": 1 - is_valid,
+        WEIGHT: grads.sums["weight"],
         **grads.samples,
     }
     return kept._replace(step=new.step), metrics
@@ -187,6 +193,7 @@ def _gradients(
     shard: Sharder,
     seed: int,
     num_microbatches: int,
+    first_row: int,
 ) -> tuple[Metrics, Any, Any]:
     """Returns sums, their gradients, and the statistics that update the variables.
 
@@ -196,7 +203,7 @@ def _gradients(
     params, is_random = state.params, "key" in contract.extras(model)
     if is_random:
         num_rows = next(iter(batch.values())).shape[0]
-        rows = jnp.arange(num_rows, dtype=jnp.uint32)
+        rows = jnp.arange(first_row, first_row + num_rows, dtype=jnp.uint32)
         batch = batch | {ROWS: shard(rows, ("batch",))}
 
     def loss(params, batch):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...sharding.text import align
+from ..data.batches import ALL_ROWS, Share
 from ..data.shuffle import Order
 from ..program import digest
 from .ledger import Ledger
@@ -31,11 +32,13 @@ class Attempt:
 
     Attributes:
       data: digest of the contents of the train split; None in old ledgers.
+      share: the part of each batch that this learner takes; all of it by default.
     """
 
     batch_size: int
     order: Order
     data: str | None
+    share: Share = ALL_ROWS
 
     @property
     def dataset(self) -> tuple[str | None, int]:
@@ -77,6 +80,7 @@ class Audit:
       passed_over: (first, stop, attempt) of the examples that each rewind skipped.
       events: number of events of each kind.
       faults: inconsistencies; [] if there are none.
+      absent: examples of a learner's share that passed while it was not there.
     """
 
     history: list[Applied]
@@ -84,6 +88,7 @@ class Audit:
     passed_over: list[tuple[int, int, Attempt]]
     events: dict[str, int]
     faults: list[str]
+    absent: int = 0
 
     @property
     def parts(self) -> list[tuple[int, int, Attempt]]:
@@ -126,6 +131,7 @@ class Audit:
                 "samples skipped by rewinds",
                 f"{sum(stop - start for start, stop, _ in self.passed_over):,}",
             ),
+            *([("samples passed over", f"{self.absent:,}")] if self.absent else []),
             ("steps repeated", f"{self.repeated:,}"),
             ("events", ", ".join(events)),
         ]
@@ -158,7 +164,7 @@ def examine(rows: Iterable[Row]) -> Audit:
             announced.add(row["digest"][1])
         elif kind == "start":
             attempt, started = _attempt(row), True
-        elif kind == "restore":
+        elif kind in ("restore", "joined"):
             started = False
             _drop_after(row["step"], history, passed_over, found)
         elif kind == "rewind":
@@ -179,8 +185,11 @@ def examine(rows: Iterable[Row]) -> Audit:
     found.history = [history[step] for step in sorted(history)]
     found.passed_over = [passed_over[step] for step in sorted(passed_over)]
     found.faults += _unannounced(found, announced)
-    found.faults += _gaps(found.history)
-    found.faults += _missing(found)
+    if attempt.share == ALL_ROWS:
+        found.faults += _gaps(found.history)
+        found.faults += _missing(found)
+    else:
+        found.absent = _absent(found.history)
     found.faults += _repeated(found)
     found.faults += _wrong_samples(found.history)
     return found
@@ -188,7 +197,8 @@ def examine(rows: Iterable[Row]) -> Audit:
 
 def _attempt(row: Row) -> Attempt:
     order = Order(row["num_examples"], row["seed"])
-    return Attempt(row["batch_size"], order, row.get("data"))
+    share = Share(*row.get("learner", (0, 1)))
+    return Attempt(row["batch_size"], order, row.get("data"), share)
 
 
 def _drop_after(step: int, history: dict, passed_over: dict, found: Audit) -> None:
@@ -221,6 +231,13 @@ def _gaps(history: Sequence[Applied]) -> list[str]:
     if first is None:
         return []
     return [f"the history has {len(history)} steps, but one before {first} is missing"]
+
+
+def _absent(history: Sequence[Applied]) -> int:
+    """Returns how many examples a learner passed over when it joined late or jumped."""
+    pairs = itertools.pairwise([0, *(s.step for s in history)])
+    size = history[0].batch_size if history else 0
+    return size * sum(step - before - 1 for before, step in pairs)
 
 
 def _uses(found: Audit) -> list[tuple[int, int, str, Attempt]]:

@@ -22,6 +22,7 @@ from ..config.tree import (
     diff,
     flatten,
     format_diff,
+    is_below,
     read_run,
 )
 from .invocation import Invocation
@@ -74,7 +75,7 @@ class RunFolder:
             for change in diff(previous, flatten(config))
             if not (change.old is ABSENT and change.path in defaults)
         ]
-        hard = [change for change in changes if change.path.split(".")[0] not in free]
+        hard = [change for change in changes if not is_below(change.path, free)]
         if hard and not insist:
             count = (
                 "1 value differs" if len(hard) == 1 else f"{len(hard)} values differ"

@@ -9,6 +9,7 @@ from ..config import tree as config_tree
 from ..program import contract
 from ..record.run_folder import RunFolder
 from . import extending
+from .exchange import PLACE
 
 if TYPE_CHECKING:
     from .train import Config
@@ -39,6 +40,7 @@ FREE_FIELDS = (
     "probe_network",
     "sample_prompt",
     "sample_tokens",
+    *(f"exchange.{name}" for name in PLACE),
 )
 
 

@@ -87,7 +87,7 @@ def open_split(config: "Config", name: Name) -> HeldOut | None:
     if requested == 0:
         return None
     data = with_weights(config, config.data.open(name))
-    size = config.batch_size
+    size = config.exchange.share.size(config.batch_size)
     available, rest = divmod(len(data), size)
     if rest and WEIGHTS in data[0]:
         available += 1

@@ -11,8 +11,9 @@ import jax
 
 from ..checkpoint.manager import Checkpoints
 from ..data import Order
-from ..data.batches import Shardings, device_batches
+from ..data.batches import ALL_ROWS, Shardings, Share, device_batches
 from ..program.state import State
+from ..program.step import WEIGHT
 from ..record.ledger import Ledger
 from ..record.metrics import Writer
 from ..record.progress import Progress
@@ -32,6 +33,7 @@ class Recorder:
       batches_ahead: see checkpoint.restore.Position.
       bubble: the simulated bubble of a pipeline as a share of the step; None without
         a pipeline.
+      share: the part of each batch that this run takes.
     """
 
     progress: Progress
@@ -42,11 +44,14 @@ class Recorder:
     ledger: Ledger
     batches_ahead: int = 0
     bubble: float | None = None
+    share: Share = ALL_ROWS
 
     def __call__(self, rows: list[StepMetrics]) -> None:
         if not rows:
             return
-        self.ledger.steps(rows, self.batches_ahead)
+        self.ledger.steps(rows, self.batches_ahead, self.share)
+        for row in rows:
+            row.pop(WEIGHT, None)  # for learners; of no use to readers of the files
         self.progress.update(int(rows[-1]["step"]), rows[-1])
         rate = self.progress.rate.steps_per_s
         if rate is not None:

@@ -58,6 +58,11 @@ class Prepared:
         return self.program.staging
 
     @property
+    def batch_size(self) -> int:
+        """Rows of the batches of this run; a learner's share of the config's."""
+        return self.program.batch_size
+
+    @property
     def datasets(self) -> dict[str, Dataset]:
         """The splits that are used, by name."""
         others = {name: split.data for name, split in self.held_out.items()}
@@ -93,7 +98,7 @@ class Prepared:
         if self.chosen.line:
             lines.append(self.chosen.line)
         if self.staging is not None:
-            lines.append(self.staging.describe(self.config.batch_size))
+            lines.append(self.staging.describe(self.batch_size))
         elif self.config.pipeline != Pipelining():
             lines.append("The pipeline settings have no effect: the mesh has pipe=1")
         if self.model_flops is None:
@@ -120,7 +125,7 @@ class Prepared:
             "config": config_tree.flatten(self.config),
             "environment": dict(self.environment),
             "data": {
-                "next_example": (step + batches_ahead) * self.config.batch_size,
+                "next_example": (step + batches_ahead) * self.batch_size,
                 **self.train_data.describe(),
                 "splits": self.identity.facts() if self.identity else {},
             },
@@ -193,6 +198,8 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
     train_data = with_weights(config, config.data.open("train"))
     splits = (open_split(config, name) for name in SETTINGS)
     held_out = {split.name: split for split in splits if split is not None}
+    share = config.exchange.share
+    rows = share.size(config.batch_size)
     throughput_unit(train_data)  # raises if it is not valid
     first = train_data[0]
     for name, x in first.items():
@@ -205,10 +212,10 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
     try:
         program = build(
             config.model,
-            config.optimizer,
+            config.exchange.local_optimizer(config.optimizer),
             mesh,
             settled.make_rules(),
-            _batch(first, config.batch_size),
+            _batch(first, rows),
             learning_rate=config.schedule.make(config.num_steps),
             seed=config.seed,
             num_microbatches=settled.num_microbatches,
@@ -216,6 +223,7 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
             max_grad_norm=config.max_grad_norm,
             skip_grad_norm=config.skip_grad_norm,
             facts=train_data.describe(),
+            first_row=share.index * rows,
         )
     except IdleAxis as error:
         raise ValueError(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from rich.console import Console
@@ -32,6 +33,9 @@ from .hooks import Evaluate, Recorder, Save
 from .prepare import Prepared
 from .replica_check import CheckReplicas
 
+if TYPE_CHECKING:
+    from .learner import Learner
+
 # How long compiling the step of a large model may take.
 COMPILE_SECONDS = 3600.0
 
@@ -52,6 +56,7 @@ class Run:
     should_stop: Callable[[int], bool] | None
     phases: Phases
     executables: Executables
+    learner: "Learner | None" = None
 
     def begin(self) -> Position:
         """Restores the newest checkpoint, or initializes the state."""
@@ -61,13 +66,31 @@ class Run:
             tree = self.prepared.layout.placed(self.prepared.mesh)._asdict()
             compile = functools.partial(self.executables.compile, "digests")
             digest.prepare(tree, compile)
-        position = self._restore()
-        if position is None:
-            position = Position(0, self._initial_state())
-            self._move_history()
+        if self.learner is not None:
+            position = self._join(self.learner)
+        else:
+            position = self._restore() or self._first_position()
         self.watchdog.beat()
         self.phases.reached("restored")
         return position
+
+    def _first_position(self) -> Position:
+        self._move_history()
+        return Position(0, self._initial_state())
+
+    def _join(self, learner: "Learner") -> Position:
+        """Joins the other learners, wherever they are.
+
+        The service has the parameters. A checkpoint of this learner adds the state of
+        its own optimizer, unless it is newer than what the service came back to.
+        """
+        step = learner.begin(self._initial_state)
+        restored = self._restore(before=step + 1) if step else None
+        if restored is None and step == 0:
+            self._move_history()
+        state = self._initial_state() if restored is None else restored.state
+        optimizer_step = 0 if restored is None else restored.step
+        return Position(step, learner.joined(state, optimizer_step))
 
     def _restore(self, *, before: int | None = None) -> Position | None:
         return restore_newest(
@@ -104,6 +127,8 @@ class Run:
         self.watchdog.beat(allow=COMPILE_SECONDS)
         self.console.print("Compiling the train step ...")
         step_fn = self.prepared.compile(self.executables)
+        if self.learner is not None:
+            step_fn = self.learner.step_fn(step_fn)
         self.group.wait("compiled", COMPILE_SECONDS)
         self.phases.reached("compiled")
         phases = self.phases
@@ -116,6 +141,8 @@ class Run:
             failed_steps = FailedSteps(config.rewind_after, log=self.console.print)
             try:
                 return self._run(step_fn, position, failed_steps)
+            except _Moved as moved:
+                position = Position(moved.step, moved.state)
             except Rewind as rewind:
                 target = None
                 if len(rewinds) <= config.max_rewinds:
@@ -174,13 +201,15 @@ class Run:
             self.ledger,
             position.batches_ahead,
             self._bubble,
+            config.exchange.share,
         )
         hooks, save = self._built_in_hooks(position, progress, writers, failed_steps)
         batches = device_batches(
             prepared.train_data,
             Order(len(prepared.train_data), config.seed),
-            batch_size=config.batch_size,
+            batch_size=prepared.batch_size,
             shardings=prepared.program.batch_shardings,
+            share=config.exchange.share,
             start=start + position.batches_ahead,
             stop=config.num_steps + position.batches_ahead,
         )
@@ -199,9 +228,13 @@ class Run:
                         for hook in (*hooks, *self.hooks)
                     ],
                     started=self._started,
-                    should_stop=self.should_stop,
+                    should_stop=self._should_stop,
                 )
         except loop.StopRequested as stop:
+            if self.learner is not None and self.learner.has_moved(stop.step):
+                if self.learner.is_done:
+                    return self._ended_early(stop, save)
+                raise _Moved(self.learner.resume(), stop.state) from None
             self.watchdog.beat(allow=ALLOW_SECONDS)
             if save.last_step != stop.step:
                 save.now(stop.step, stop.state)
@@ -212,6 +245,23 @@ class Run:
             for writer in writers:
                 writer.close()
 
+    def _should_stop(self, step: int) -> bool:
+        if self.learner is not None and self.learner.has_moved(step):
+            return True
+        return self.should_stop is not None and self.should_stop(step)
+
+    def _ended_early(self, stop: loop.StopRequested, save: Save) -> State:
+        """Saves the last state of a learner that the others did not wait for."""
+        num_steps = self.prepared.config.num_steps
+        self.console.print(
+            f"The training ended while this learner was at step {stop.step} of "
+            f"{num_steps}: enough of the others are done."
+        )
+        if save.last_step != stop.step:
+            save.now(stop.step, stop.state)
+        self.checkpoints.wait()
+        return stop.state
+
     def _started(self, step: int, metrics: dict[str, jax.Array]) -> None:
         self.watchdog.started(step, metrics["loss"])
         # Now, and not when the next save is due: all work until then would be lost.
@@ -221,7 +271,7 @@ class Run:
     def _units(self) -> tuple[str, int]:
         """What throughput is counted in, and how many of them a step processes."""
         unit, count = throughput_unit(self.prepared.train_data)
-        return unit, count * self.prepared.config.batch_size
+        return unit, count * self.prepared.batch_size
 
     @property
     def _bubble(self) -> float | None:
@@ -263,7 +313,7 @@ class Run:
                 every[name],
                 prepared.program.evaluate,
                 split,
-                config.batch_size,
+                prepared.batch_size,
                 prepared.program.batch_shardings,
                 progress,
                 writers,
@@ -302,11 +352,17 @@ class Run:
             mesh={k: v for k, v in self.prepared.layout.params.mesh.items() if v > 1},
             attempt=self.invocation.attempt,
             config_digest=config_tree.digest(config),
-            batch_size=config.batch_size,
+            batch_size=self.prepared.batch_size,
             seed=config.seed,
             num_examples=len(data),
             data=identity.splits["train"].digest if identity else None,
+            **self._learner_facts(),
         )
+
+    def _learner_facts(self) -> dict[str, list[int]]:
+        """Returns which learner of how many this is, if it is one of several."""
+        share = self.prepared.config.exchange.share
+        return {"learner": [share.index, share.count]} if share.count > 1 else {}
 
     def _writers(self, start: int) -> Sequence[metrics.Writer]:
         """Returns the writers of metrics; only the first process has any."""
@@ -321,6 +377,14 @@ class Run:
         if "wandb" in extras:
             writers.append(metrics.WandbWriter(path, "meshloom", path.name))
         return writers
+
+
+class _Moved(Exception):
+    """A learner continues at another step than the next one."""
+
+    def __init__(self, step: int, state: State):
+        super().__init__(f"continues after step {step}")
+        self.step, self.state = step, state
 
 
 class _WatchedHook:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from rich.console import Console
@@ -21,11 +22,15 @@ from ..record.invocation import Invocation
 from ..record.ledger import Ledger
 from ..record.phases import Phases
 from ..record.run_folder import RunFolder
+from . import exchange as exchange_lib
 from . import loop
 from .finish import Observer, finish
 from .opening import Opened, open_run
 from .prepare import Prepared
 from .run import Run
+
+if TYPE_CHECKING:
+    from .learner import Learner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,7 @@ class Config(Computation):
         for only with several processes.
       sample_prompt: text to continue after training, if the model can generate.
       sample_tokens: how many tokens to generate.
+      exchange: trains as one of several learners, see run/exchange.py.
     """
 
     rewind_after: int = 10
@@ -82,9 +88,11 @@ class Config(Computation):
     probe_network: bool | None = None
     sample_prompt: str | None = None
     sample_tokens: int = 256
+    exchange: exchange_lib.Config = exchange_lib.Config()
 
     def __post_init__(self):
         super().__post_init__()
+        self.exchange.share.size(self.batch_size)
         check_minimum(self, 1, "log_every", "sample_tokens", "keep_checkpoints")
         check_minimum(self, 1, "rewind_after")
         # For these, 0 means never.
@@ -179,12 +187,18 @@ def train(
             should_stop=should_stop,
             phases=phases,
             executables=_executables(group, invocation, opened.folder, console),
+            learner=_learner(opened, group, ledger, watchdog, console),
         )
         phases.reached("ready")
         observer = observer if group.is_first else None
         try:
             position = _begin(run, opened.record, origins or {}, config_text)
             state = _train(run, position, opened.record.hosts, observer)
+        except BaseException as error:
+            _leave(run, type(error).__name__)
+            raise
+        else:
+            _leave(run, "done")
         finally:
             run.checkpoints.close()
         ledger.event("done", step=int(state.step))
@@ -214,6 +228,29 @@ def _checkpoints(opened: Opened, group: Group, ledger: Ledger) -> Checkpoints:
         keep_best=config.keep_best,
         event=ledger.event,
     )
+
+
+def _learner(
+    opened: Opened, group: Group, ledger: Ledger, watchdog: Watchdog, console: Console
+) -> "Learner | None":
+    """Returns the learner that this run is; None if it trains alone."""
+    if not opened.prepared.config.exchange.is_on:
+        return None
+
+    from .learner import Learner  # gRPC, which most runs do not need
+
+    def on_wait() -> None:
+        watchdog.beat(allow=ALLOW_SECONDS)
+
+    owner = str(opened.folder.path.absolute())
+    learner = Learner(opened.prepared, group, ledger, owner=owner, on_wait=on_wait)
+    console.print(learner.describe(), markup=False)
+    return learner
+
+
+def _leave(run: Run, reason: str) -> None:
+    if run.learner is not None:
+        run.learner.leave(reason)
 
 
 def _executables(

@@ -1,0 +1,100 @@
+"""Pushes and pulls the shards of this process, to and from all servers at once."""
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..blocks.box import Box
+from ..blocks.layout import Layout
+from ..blocks.pieces import pieces
+from ..wire.calls import Channel
+from ..wire.errors import Unavailable
+from . import shards
+from .shards import Host
+
+# A stream that breaks is repeated: pieces and reads are idempotent.
+ATTEMPTS, PAUSE_SECONDS = 4, 0.5
+
+
+class Mover:
+    """The servers of a job, and which of them owns which block.
+
+    Args:
+      owners: the name of the server of each block.
+      channels: of each server, by name.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        layout: Layout,
+        owners: Mapping[int, str],
+        channels: Mapping[str, Channel],
+    ):
+        self._job, self._layout = job, layout
+        self._owners, self._channels = owners, channels
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            max(len(channels), 1), thread_name_prefix="mover"
+        )
+
+    def push(
+        self,
+        host: Host,
+        learner: int,
+        incarnation: int,
+        round: int,
+        fragment: int | None = None,
+    ) -> int:
+        """Sends what this process holds; returns the bytes sent."""
+        parts = shards.by_owner(
+            shards.to_pieces(self._layout, host, fragment), self._owners
+        )
+
+        def send(server: str) -> int:
+            sent = (
+                (p.block, p.slab, p.start, p.array) for p in parts[server]
+            )  # made anew for every attempt
+            channel = self._channels[server]
+            return channel.push(self._job, learner, incarnation, round, sent)["bytes"]
+
+        return self._at_all(send, parts)
+
+    def pull(self, version: int, buffers: Host, fragment: int | None = None) -> int:
+        """Fills the buffers with a version; returns the bytes received.
+
+        Args:
+          fragment: only the blocks of this fragment; None for all.
+        """
+        views: dict[str, dict[tuple[int, Box], Any]] = {}
+        for (leaf, box), buffer in buffers.items():
+            for block, _, part in pieces(self._layout, leaf, box):
+                if fragment in (None, self._layout.fragment_of(block)):
+                    view = buffer[part.slices(box)]
+                    views.setdefault(self._owners[block], {})[leaf, part] = view
+
+        def receive(server: str) -> int:
+            into = views[server]
+            return self._channels[server].pull(self._job, version, list(into), into)
+
+        return self._at_all(receive, views)
+
+    def _at_all(self, work: Callable[[str], int], servers: Mapping[str, Any]) -> int:
+        futures = [self._threads.submit(_retried, work, name) for name in servers]
+        return sum(future.result() for future in futures)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for channel in self._channels.values():
+            channel.close()
+
+
+def _retried(work: Callable[[str], int], server: str) -> int:
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return work(server)
+        except Unavailable:
+            if attempt == ATTEMPTS:
+                raise
+            time.sleep(PAUSE_SECONDS * attempt)
+    raise AssertionError("unreachable")
