@@ -116,17 +116,23 @@ def log_folder(args: argparse.Namespace) -> Path:
     """Returns `logs` in the run folder of `train`; runs/logs for other commands."""
     if args.logs is not None:
         return args.logs
-    given = _flags_of(args.command)
-    if given.workdir is None:
-        if args.command[0] != "train":
-            return Path("runs", "logs")
-        return Path("runs", Path((given.config or ["default"])[-1]).stem, "logs")
-    if "://" in given.workdir:
+    folder = run_folder(args.command)
+    if "://" in folder:
         raise ValueError(
-            f"the run folder {given.workdir} is not on this machine, but the "
+            f"the run folder {folder} is not on this machine, but the "
             "supervisor's logs must be. Name a folder for them with --logs."
         )
-    return Path(given.workdir, "logs")
+    return Path(folder, "logs")
+
+
+def run_folder(command: Sequence[str]) -> str:
+    """Returns the run folder of `train`, which may be a URL; else `runs`."""
+    given = _flags_of(command)
+    if given.workdir is not None:
+        return given.workdir
+    if command[0] != "train":
+        return "runs"
+    return str(Path("runs", Path((given.config or ["default"])[-1]).stem))
 
 
 def _flags_of(command: Sequence[str]) -> argparse.Namespace:

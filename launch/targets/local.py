@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from .. import flags
+from .. import flags, fleet_flags, gpus
 from ..logs import Logs
 from ..target import (
     Attempt,
@@ -21,7 +21,12 @@ SUMMARY = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="required without --learners; with it, those of each learner; default: 1",
+    )
     parser.add_argument(
         "--min-processes",
         type=int,
@@ -35,16 +40,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="let every worker import for itself; by default the workers of train are "
         "forked from one process that has imported everything (on Linux)",
     )
+    fleet_flags.add(parser, is_on_hosts=False)
     flags.add_supervision(parser)
     flags.add_command(parser)
 
 
 def launch(args: argparse.Namespace) -> int:
     """Runs a `meshloom` command as every process of a job; returns the exit code."""
+    if fleet_flags.is_given(args):
+        return _launch_fleet(args)
+    if args.processes is None:
+        raise ValueError("--processes is required without --learners")
     target = Local(flags.process(args), cpu_devices=flags.cpu_devices(args))
     if not args.cold:
         target.warm = flags.warm_process(args)
     return flags.supervise(target, args, args.processes)
+
+
+def _launch_fleet(args: argparse.Namespace) -> int:
+    processes = 1 if args.processes is None else args.processes
+    own = [f"--processes={processes}", *fleet_flags.given(args, "min_processes")]
+    own += ["--cold"] * args.cold
+    shares = []
+    for number in range(args.learners):
+        installed = gpus.num_installed()
+        mine = gpus.share(os.environ, installed, number, args.learners)
+        shares.append(
+            fleet_flags.Share(own, {} if mine is None else {gpus.VARIABLE: mine})
+        )
+    return fleet_flags.launch(args, "local", shares, processes=processes)
 
 
 class Local(Target):

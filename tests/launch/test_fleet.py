@@ -1,0 +1,191 @@
+"""A fleet restarts what dies and nothing else, and says how it ended."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+from fleets import RunningFleet
+from supervised import FAKE as FAKE_WORKER
+from supervised import PROGRAM as SUPERVISOR
+from test_jobs import ends
+
+from meshloom.launch import exit_codes
+
+# They watch how much time passes.
+pytestmark = pytest.mark.processes
+
+DONE = {"step": 3, "end": 0}
+LEARNERS = {"learner 0": [{"step": 1}], "learner 1": [{"step": 1}]}
+ALL = ("coordinator", "server-0", "server-1", "learner-0", "learner-1")
+FIRST = tuple(f"{name}-0" for name in ALL)
+
+
+def test_it_is_done_when_every_learner_is(tmp_path):
+    plan = {"learner 0": [DONE], "learner 1": [DONE | {"say": "0 | hello"}]}
+    with RunningFleet(tmp_path, plan) as fleet:
+        assert fleet.status() == 0
+        assert set(fleet.starts().values()) == {1}
+        assert "2 learners and 2 servers, logs in " in fleet.stderr
+        assert fleet.stderr.endswith("meshloom launch: done: every learner is done\n")
+        assert "learner 1 | hello\n" in fleet.stdout
+        # The coordinator may need the servers to save.
+        assert fleet.order()[0] == "coordinator"
+        assert set(fleet.order()[1:]) == {"server-0", "server-1"}
+        assert (fleet.logs / "server-1.log").exists()
+
+
+def test_a_learner_that_is_killed_is_restarted_alone(tmp_path):
+    plan = {"learner 0": [{"step": 1, "end": "kill"}, DONE], "learner 1": [DONE]}
+    with RunningFleet(tmp_path, plan) as fleet:
+        assert fleet.status() == 0
+        assert fleet.starts().pop("learner 0") == 2
+        assert sum(fleet.starts().values()) == 6
+        assert (
+            "learner 0 was killed by signal 9 (SIGKILL) at step 1; restarting it at "
+            "once (1 of 5 without progress)"
+        ) in fleet.stderr
+
+
+@pytest.mark.parametrize(
+    "role, action, restarted",
+    [
+        ("coordinator", {"end": "kill"}, {"coordinator"}),
+        ("coordinator", {"end": 1}, {"coordinator"}),
+        ("coordinator", {"end": 69}, {"coordinator", "server 0", "server 1"}),
+        ("server 1", {"end": "kill"}, {"coordinator", "server 0", "server 1"}),
+    ],
+)
+def test_what_of_the_service_is_restarted(role, action, restarted, tmp_path):
+    calm = [{"final": True}]
+    # Everyone is there before it dies.
+    plan = {role: [action | {"until": "seen/learner-1-0.json"}, *calm], **LEARNERS}
+    with RunningFleet(tmp_path, plan) as fleet:
+        names = [name.replace(" ", "-") for name in restarted]
+        fleet.until_seen(*FIRST, *(f"{name}-1" for name in names))
+        fleet.process.send_signal(signal.SIGTERM)
+        assert fleet.status() == exit_codes.PREEMPTED
+        found = {name for name, starts in fleet.starts().items() if starts == 2}
+        assert found == restarted
+        assert max(fleet.starts().values()) == 2
+
+
+def test_it_gives_up_on_a_service_that_keeps_dying(tmp_path):
+    plan = {"server 0": [{"end": 1}], **LEARNERS}
+    with RunningFleet(tmp_path, plan, max_restarts=2) as fleet:
+        assert fleet.status() == exit_codes.GAVE_UP
+        assert fleet.starts()["server 0"] == 3
+        assert "; giving up, 2 restarts without progress\n" in fleet.stderr
+
+
+def test_commits_are_progress_of_the_service(tmp_path):
+    dies = [{"commit": n, "end": "kill"} for n in (1, 2, 3)]
+    waits = {"step": 1, "until": "final.json", "end": 0}
+    plan = {"coordinator": [*dies, {"final": True}], "learner 0": [waits]}
+    with RunningFleet(tmp_path, plan, max_restarts=1) as fleet:
+        assert fleet.status() == 0
+        assert fleet.starts()["coordinator"] == 4
+
+
+def test_a_learner_that_gave_up_is_left_behind(tmp_path):
+    plan = {
+        "learner 0": [{"step": 1, "until": "stderr.seen", "end": 1}],
+        "learner 1": [{"step": 3, "until": "go", "end": 0}],
+    }
+    with RunningFleet(tmp_path, plan) as fleet:
+        fleet.until(lambda: "2 running at step 1 to 3; 0 restarts" in fleet.stderr)
+        (tmp_path / "stderr.seen").touch()
+        fleet.until(lambda: "learner 0 gave up; the others go on" in fleet.stderr)
+        fleet.until(lambda: "learners: 1 running, 1 given up at" in fleet.stderr)
+        (tmp_path / "go").touch()
+        assert fleet.status() == exit_codes.GAVE_UP
+        assert fleet.starts()["learner 0"] == 1
+        assert fleet.stderr.endswith("some learners gave up; the others are done\n")
+
+
+def test_the_others_do_not_wait_for_one_that_never_started(tmp_path):
+    plan = {"learner 0": [{"end": 1, "say": "no disk"}], "learner 1": [{}]}
+    with RunningFleet(tmp_path, plan) as fleet:
+        assert fleet.status() == exit_codes.GAVE_UP
+        assert "learner 0 gave up before its first step" in fleet.stderr
+        assert "saying 'no disk'; stopping" in fleet.stderr
+
+
+@pytest.mark.parametrize("role", ["learner 1", "coordinator", "server 0"])
+def test_bad_input_ends_everything_and_is_shown(role, tmp_path):
+    refusal = {"say": "meshloom: the port is taken", "end": 2}
+    with RunningFleet(tmp_path, {**LEARNERS, role: [refusal]}) as fleet:
+        assert fleet.status() == exit_codes.BAD_INPUT
+        assert fleet.starts()[role] == 1
+        line = (
+            f"{role} exited with code 2 (bad input), saying 'meshloom: the port is "
+            "taken'; not restarting"
+        )
+        assert fleet.stderr.count("the port is taken") == 1 and line in fleet.stderr
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_the_learners_save_before_the_service(number, tmp_path):
+    with RunningFleet(tmp_path, LEARNERS) as fleet:
+        fleet.until_seen(*FIRST)
+        fleet.process.send_signal(number)
+        assert fleet.status() == exit_codes.PREEMPTED
+        assert {*fleet.order()[:2]} == {"learner-0", "learner-1"}
+        assert fleet.order()[2] == "coordinator"
+        assert {*fleet.order()[3:]} == {"server-0", "server-1"}
+        assert "stopped: every learner and the service saved" in fleet.stderr
+
+
+@pytest.mark.parametrize("role", ["learner 0", "coordinator"])
+def test_it_says_if_not_everyone_saved(role, tmp_path):
+    action = {"told": 1} | ({"step": 1} if role == "learner 0" else {"final": True})
+    plan = {**LEARNERS, role: [action]}
+    with RunningFleet(tmp_path, plan) as fleet:
+        fleet.until_seen(*FIRST)
+        fleet.process.send_signal(signal.SIGTERM)
+        assert fleet.status() == 143
+        assert "stopped: not everyone saved" in fleet.stderr
+
+
+def test_a_second_signal_kills_at_once(tmp_path):
+    plan = {**LEARNERS, "learner 0": [{"step": 1, "end": "deaf", "child": True}]}
+    with RunningFleet(tmp_path, plan, grace_seconds=1000, repeat_seconds=0) as fleet:
+        fleet.until_seen(*FIRST)
+        fleet.process.send_signal(signal.SIGINT)
+        fleet.until(lambda: "SIGINT: asking the learners" in fleet.stderr)
+        fleet.process.send_signal(signal.SIGINT)
+        assert fleet.status() == 130
+
+
+def test_killed_it_takes_everyone_along(tmp_path):
+    """Also the workers of a learner, which its own supervisor has started."""
+    plan = {"learner 0": [{"step": 1, "child": True}]}
+    work = tmp_path / "work"
+    work.mkdir()
+    hangs = {"steps": 2, "faults": {"*": {0: ["hang", 2]}}, "child": True}
+    fake = [sys.executable, str(FAKE_WORKER), str(work), json.dumps(hangs)]
+    logs = tmp_path / "learners" / "1" / "logs"
+    supervisor = [sys.executable, "-c", SUPERVISOR, str(logs), json.dumps(fake)]
+    supervisor.append(json.dumps({"processes": 2}))
+    with RunningFleet(tmp_path, plan, argvs={"learner 1": supervisor}) as fleet:
+        fleet.until_seen("coordinator-0", "server-0-0", "server-1-0", "learner-0-0")
+        fleet.until(lambda: len(list(work.glob("stepped-*"))) == 2)
+        seen = [json.loads(file.read_text()) for file in work.glob("seen-*.json")]
+        workers = [pid for worker in seen for pid in worker["pids"]]
+        assert len(workers) == 4  # two workers, each with a child
+        fleet.process.send_signal(signal.SIGKILL)
+        assert fleet.status() == -signal.SIGKILL
+        assert all(ends(pid) for pid in workers)
+
+
+def test_a_second_fleet_in_the_same_folder_is_refused(tmp_path):
+    with RunningFleet(tmp_path, LEARNERS) as fleet:
+        fleet.until_seen(*FIRST)
+        with RunningFleet(tmp_path, LEARNERS) as second:
+            assert second.process.wait(60) != 0
+            assert "is in use by another supervisor" in second.stderr
+        os.kill(fleet.pids_of("server-0-0")[0], 0)  # the first one goes on
