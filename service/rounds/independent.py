@@ -175,9 +175,8 @@ class Independent:
         return self._state.needed(self._num_unfinished() + len(self._finished))
 
     def _needed(self) -> int:
-        # Those that have finished will not contribute again: it is not for them that
-        # the others should wait.
-        return max(self._quorum() - len(self._finished), 1)
+        # Those that are done will not contribute again: nobody should wait for them.
+        return max(self._quorum() - self._num_done, 1)
 
     def _are_all_waiting(self) -> bool:
         return self._num_waiting == self._num_unfinished()

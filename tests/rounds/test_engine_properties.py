@@ -36,8 +36,10 @@ class World:
         self.live: set[int] = set()
         self.working: dict[int, Release] = {}  # released learners
         self.current: dict[int, int] = {}  # the round of each live learner
+        self.lost: list[Release] = []  # of learners that crashed while they worked
         self.sent: list[Contributed] = []
         self.committed: collections.Counter = collections.Counter()
+        self.used: set[tuple[int, int]] = set()  # learners and rounds
         self.dropped: collections.Counter = collections.Counter()
         self.commits: list[Commit] = []
         self.finished: set[int] = set()
@@ -54,7 +56,7 @@ class World:
 
     def join(self, learner: int) -> None:
         self.incarnations[learner] += 1
-        self.working.pop(learner, None)
+        self._lose(learner)
         self.current.pop(learner, None)
         self.live.add(learner)
         self.feed(Joined(self.time, learner, self.incarnations[learner]))
@@ -62,14 +64,25 @@ class World:
     def leave(self, learner: int) -> None:
         if learner in self.live:
             self.live.remove(learner)
-            self.working.pop(learner, None)
+            self._lose(learner)
             self.current.pop(learner, None)
             self.feed(Left(self.time, learner, self.incarnations[learner], "crashed"))
 
     def contribute(self, learner: int) -> None:
-        release = self.working.pop(learner, None)
-        if release is None:
-            return
+        if release := self.working.pop(learner, None):
+            self._send(release)
+
+    def deliver_lost(self, index: int) -> None:
+        """Delivers what a learner had sent when it crashed."""
+        if self.lost:
+            self._send(self.lost[index % len(self.lost)])
+
+    def _lose(self, learner: int) -> None:
+        if release := self.working.pop(learner, None):
+            self.lost.append(release)
+
+    def _send(self, release: Release) -> None:
+        learner = release.learner
         steps = self.policy.steps_of(release.round)
         weight = float(1 + (learner * 7 + release.round) % 5)
         self.sent.append(
@@ -131,7 +144,15 @@ class World:
         assert commit.version == len(self.commits)
         learners = [c.learner for c in commit.contributions]
         assert learners and learners == sorted(learners)
-        sent = {(c.learner, c.incarnation, c.round): c for c in self.sent}
+        sent = {(c.learner, c.incarnation, c.round): c for c in reversed(self.sent)}
+        self._check_quorum(
+            commit,
+            [
+                sent[c.learner, c.incarnation, c.round].time
+                for c in commit.contributions
+                if not c.is_reused
+            ],
+        )
         divisor = 0.0
         for part in commit.contributions:
             key = part.learner, part.incarnation, part.round
@@ -139,12 +160,26 @@ class World:
             assert (part.base, part.weight) == (sent[key].base, sent[key].weight)
             if not part.is_reused:
                 assert not self.committed[key], "committed twice"
+                same = part.learner, part.round
+                assert same not in self.used, "samples committed twice"
+                self.used.add(same)
             self.committed[key] += 1
             age = sum(c.fragment == commit.fragment for c in earlier[part.base :])
             self._check_part(part, commit, age)
             divisor += part.weight
         if self.policy.outer is None or self.policy.weights == "tokens":
             assert abs(commit.divisor - divisor) < 1e-9 * divisor
+
+    def _check_quorum(self, commit: Commit, arrivals: list[float]) -> None:
+        quorum, grace = self.policy.quorum, self.policy.grace
+        fresh = {c.learner for c in commit.contributions if not c.is_reused}
+        if isinstance(quorum, int):
+            assert len(fresh | self.finished) >= quorum or not self.policy.is_lockstep
+        elif self.policy.is_lockstep and not grace:
+            # During a grace members may come and go without undoing the quorum.
+            assert len(fresh & self.live) >= quorum * len(self.live) - 1e-9
+        if self.working and self.policy.grace != "adaptive":
+            assert self.time >= min(arrivals) + float(grace)
 
     def _check_part(self, part, commit: Commit, age: int) -> None:
         bound = self.policy.staleness
@@ -176,7 +211,13 @@ POLICIES = {
     "fragments": Policy(local_steps=6, fragments=3, delay=1, outer=SGD),
     "merge-share": Policy(quorum=0.6, staleness=2, late="merge", grace=0.3),
     "merge-count": Policy(
-        local_steps=2, quorum=2, staleness=1, late="merge", weights="equal", outer=SGD
+        local_steps=2,
+        quorum=2,
+        staleness=1,
+        late="merge",
+        weights="equal",
+        grace=0.4,
+        outer=SGD,
     ),
     "merge-unbounded": Policy(quorum=1, staleness=None, late="merge"),
     "merge-fragments": Policy(
@@ -188,7 +229,9 @@ POLICIES = {
 }
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["work"] * 6 + ["tick", "leave", "join", "join", "repeat"]),
+        st.sampled_from(
+            ["work"] * 6 + ["tick", "leave", "join", "join", "repeat", "lost"]
+        ),
         st.integers(0, 63),
     ),
     max_size=70,
@@ -209,6 +252,8 @@ def act(world: World, action: str, number: int) -> None:
         world.join(learner)
     elif action == "repeat":
         world.repeat(number)
+    elif action == "lost":
+        world.deliver_lost(number)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -253,7 +298,10 @@ def finish(world: World) -> None:
     world.repeat(0)
     if world.policy.is_lockstep:
         assert len(world.commits) == world.num_rounds
-    assert not world.engine.kept or world.engine.deadline is None
+    assert not world.engine.kept and world.engine.deadline is None
+    for sent in world.sent:
+        key = sent.learner, sent.incarnation, sent.round
+        assert world.committed[key] or world.dropped[key], "silently lost"
 
 
 @pytest.mark.parametrize("name", POLICIES)
