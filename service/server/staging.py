@@ -64,7 +64,10 @@ class Staged:
         Args:
           start: of the piece in the coordinates of its leaf.
         """
-        inside, box = self._check(block, slab, start, array)
+        box = Box.at(start, array.shape)
+        inside = check_piece(
+            self._name, self._layout, self._owned, block, slab, box, array.dtype
+        )
         with self._lock:
             boxes = self._boxes[block, slab]
             if boxes.get(box):
@@ -122,36 +125,47 @@ class Staged:
             for array in (x for arrays in buffers.values() for x in arrays):
                 self._pool.give(array)
 
-    def _check(
-        self, block: int, slab: int, start: Sequence[int], array: np.ndarray
-    ) -> tuple[Box, Box]:
-        """Returns the boxes of slab and piece; refuses a piece that does not fit."""
-        if block not in self._owned:
-            raise Refused(
-                f"{self._name}: block {block} is not held by this server; ask the "
-                "coordinator for the servers of the job again"
-            )
-        slabs = self._layout.blocks[block].slabs
-        if not 0 <= slab < len(slabs):
-            raise Refused(
-                f"{self._name}: block {block} has {len(slabs)} slabs, not slab {slab}"
-            )
-        if array.dtype.name not in NAMES:
-            raise Refused(
-                f"{self._name}: block {block} slab {slab} is of dtype "
-                f"{array.dtype.name}; expected one of {', '.join(NAMES)}"
-            )
-        box = Box.at(start, array.shape)
-        if not slabs[slab].box.contains(box) or box.size == 0:
-            raise Refused(
-                f"{self._piece(block, slab, box)} is empty or outside of its slab "
-                f"{slabs[slab].box}; do learner and server have the same layout?"
-            )
-        return slabs[slab].box, box
-
     def _piece(self, block: int, slab: int, box: Box) -> str:
         leaf = self._layout.leaves[self._layout.blocks[block].slabs[slab].leaf]
         return f"{self._name}: piece {leaf.path}{box} (block {block}, slab {slab})"
+
+
+def check_piece(
+    name: str,
+    layout: Layout,
+    owned: frozenset[int],
+    block: int,
+    slab: int,
+    box: Box,
+    dtype: np.dtype,
+) -> Box:
+    """Returns the box of the slab that a piece belongs to; refuses one from elsewhere.
+
+    Args:
+      name: of the contribution, for messages.
+      box: of the piece, in the coordinates of its leaf.
+    """
+    if block not in owned:
+        raise Refused(
+            f"{name}: block {block} is not held by this server; ask the coordinator "
+            "for the servers of the job again"
+        )
+    slabs = layout.blocks[block].slabs
+    if not 0 <= slab < len(slabs):
+        raise Refused(f"{name}: block {block} has {len(slabs)} slabs, not slab {slab}")
+    if dtype.name not in NAMES:
+        raise Refused(
+            f"{name}: block {block} slab {slab} is of dtype {dtype.name}; expected one "
+            f"of {', '.join(NAMES)}"
+        )
+    inside = slabs[slab].box
+    if not inside.contains(box) or box.size == 0:
+        path = layout.leaves[slabs[slab].leaf].path
+        raise Refused(
+            f"{name}: piece {path}{box} (block {block}, slab {slab}) is empty or "
+            f"outside of its slab {inside}; do learner and server have the same layout?"
+        )
+    return inside
 
 
 class Staging:
@@ -188,6 +202,11 @@ class Staging:
                 )
             staged = self._staged[key]
         staged.stage(block, slab, start, array)
+
+    def check(self, key: Key, block: int, slab: int, box: Box, dtype: np.dtype) -> None:
+        """Refuses a piece that does not belong here, before its bytes are received."""
+        name = self.describe(key)
+        check_piece(name, self._layout, self._owned, block, slab, box, dtype)
 
     def get(self, key: Key) -> Staged | None:
         with self._lock:

@@ -46,6 +46,7 @@ class BlockStore:
       layout: of the job.
       owned: indices of the blocks that are held here.
       newest: number of the newest version; None until the initial parameters arrived.
+      staging: contributions that are not committed yet.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class BlockStore:
         self._update = Compiled(update_of(spec, make_update))
         self._commit_lock, self._lock = threading.RLock(), threading.RLock()
         self._pool = Pool()
-        self._staging = Staging(self._name, self.layout, self.owned, self._pool)
+        self.staging = Staging(self._name, self.layout, self.owned, self._pool)
         self._merged: Merged | None = None
         self._versions: dict[int, Version] = {}
         self._opt_states: dict[int, Any] = {}
@@ -97,7 +98,7 @@ class BlockStore:
         key = (learner, incarnation, round)
         if round == 0 and self.newest is not None:
             return
-        self._staging.add(key, block, slab, start, array)
+        self.staging.add(key, block, slab, start, array)
         if round == 0 and self.is_complete(*key):
             self._initialize(key)
 
@@ -107,7 +108,7 @@ class BlockStore:
         """Returns whether all pieces for this server arrived (None: of all blocks)."""
         if round == 0 and self.newest is not None:
             return True
-        staged = self._staging.get((learner, incarnation, round))
+        staged = self.staging.get((learner, incarnation, round))
         blocks = self._blocks_of(fragment)
         return not blocks or (staged is not None and staged.missing(blocks) is None)
 
@@ -134,7 +135,7 @@ class BlockStore:
             found = []
             if blocks:
                 in_order = sorted(contributions, key=_key)
-                found = [(c, self._staging.complete(_key(c), blocks)) for c in in_order]
+                found = [(c, self.staging.complete(_key(c), blocks)) for c in in_order]
             means: dict[int, list[np.ndarray]] = {}
             total = 0.0
             for block in blocks:
@@ -187,7 +188,7 @@ class BlockStore:
         with self._commit_lock:
             for learner, incarnation, round in keys:
                 assert learner is not None and incarnation is not None
-                self._staging.drop(learner, incarnation, round)
+                self.staging.drop(learner, incarnation, round)
 
     def read(self, version: int, leaf: int, box: Box) -> np.ndarray:
         """Returns the elements of a box, read-only."""
@@ -264,7 +265,7 @@ class BlockStore:
             blocks[block] = tuple(map(_read_only, params.values()))
         with self._commit_lock:
             self._release_merged()
-            self._staging.clear()
+            self.staging.clear()
             self._opt_states = opt_states
             with self._lock:
                 self._versions, self.newest = {version: blocks}, version
@@ -278,7 +279,7 @@ class BlockStore:
                 "versions": sorted(self._versions),
                 "blocks": len(self.owned),
                 "bytes": sum(map(self.layout.block_bytes, self.owned)),
-                "staged": [list(key) for key in self._staging.keys()],
+                "staged": [list(key) for key in self.staging.keys()],
             }
 
     def _blocks_of(self, fragment: int | None) -> list[int]:
@@ -318,7 +319,7 @@ class BlockStore:
     def _initialize(self, key: Key) -> None:
         """Makes version 0 of the staged parameters."""
         with self._commit_lock:
-            staged = self._staging.get(key)
+            staged = self.staging.get(key)
             if staged is None or self.newest is not None:
                 return
             version: Version = {}
@@ -334,7 +335,7 @@ class BlockStore:
                 self._opt_states[block] = self._update.init(params, axes)
             with self._lock:
                 self._versions, self.newest = {0: version}, 0
-            self._staging.clear(round=0)
+            self.staging.clear(round=0)
 
     def _addend(self, block: int, facts: Mapping[str, Any], staged: Staged) -> Addend:
         arrays, coefficient = staged.arrays(block), facts["coefficient"]

@@ -1,0 +1,254 @@
+"""A server: the stores of several jobs, called by a coordinator and by learners.
+
+`BlockServer` has the methods and no network; `ServerProcess` answers calls over gRPC,
+and tells a coordinator that it is there.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..blocks.box import Box
+from ..wire import tensors
+from ..wire.calls import Channel, Download, Message, Server, Upload
+from ..wire.credentials import Tls
+from ..wire.errors import Refused, Unavailable
+from .store import BlockStore
+from .update import MakeUpdate, no_optimizers
+
+BEAT_SECONDS = 2.0
+# What a store is made of; the rest of a job's spec is for others.
+PARTS = ("layout", "policy", "update")
+_LOG = logging.getLogger(__name__)
+
+
+class BlockServer:
+    """The blocks of several jobs.
+
+    Attributes:
+      methods: name -> function of a message that returns the answer.
+      streams: the same for Push and Pull, which move tensors.
+    """
+
+    def __init__(self, make_update: MakeUpdate = no_optimizers):
+        """Args:
+        make_update: makes the updates that run a trainer's own optimizer.
+        """
+        self._make_update = make_update
+        self._lock = threading.Lock()
+        self._jobs: dict[str, tuple[Mapping[str, Any], BlockStore]] = {}
+        self.methods: dict[str, Callable[[Message], Message]] = {
+            "Create": self.create,
+            "Merge": self.merge,
+            "Apply": self.apply,
+            "Digest": self.digest,
+            "Save": self.save,
+            "Load": self.load,
+            "Drop": self.drop,
+            "Forget": self.forget,
+            "Status": self.status,
+        }
+        self.streams = {"Push": Upload(self.push), "Pull": Download(self.pull)}
+
+    def create(self, message: Message) -> Message:
+        """Makes the store of a job; keeps the one that is there for the same blocks.
+
+        For other blocks of the same job (the servers changed) the store starts empty,
+        and the coordinator loads a checkpoint.
+        """
+        job, spec, blocks = fields(message, "job", "spec", "blocks")
+        with self._lock:
+            if job in self._jobs:
+                old, store = self._jobs[job]
+                for part in PARTS:
+                    if old[part] != spec[part]:
+                        raise Refused(
+                            f"job {job!r} is here with another {part}; choose another "
+                            "name, or restart the servers"
+                        )
+                if store.owned == tuple(sorted(blocks)):
+                    return {"version": store.newest}
+                _LOG.warning("job %r: other blocks than before; starts empty", job)
+            store = BlockStore(spec, blocks, make_update=self._make_update)
+            self._jobs[job] = spec, store
+            return {"version": store.newest}
+
+    def push(self, messages: Iterator[bytes]) -> Message:
+        """Receives pieces of a contribution, after a message that says whose."""
+        first = next(messages, None)
+        if first is None:
+            raise Refused("push: expected a message with job, learner and round first")
+        names = ("job", "learner", "incarnation", "round")
+        job, *numbers = fields(json.loads(first), *names)
+        store, key = self._store(job), (numbers[0], numbers[1], numbers[2])
+        scratch = tensors.Scratch()
+
+        def target(header: tensors.Header):
+            place = header.place["block"], header.place["slab"]
+            store.staging.check(key, *place, header.box, header.dtype)
+            return scratch(header)
+
+        def done(header: tensors.Header, array) -> None:
+            place = header.place["block"], header.place["slab"]
+            store.stage(*key, *place, header.box.start, array)
+
+        nbytes = tensors.decode(messages, ("block", "slab"), target, done)
+        return {"bytes": nbytes}
+
+    def pull(self, message: Message) -> Iterator[bytes]:
+        """Sends boxes of a version."""
+        job, version, rows = fields(message, "job", "version", "boxes")
+        store = self._store(job)
+        boxes = [(leaf, Box(tuple(start), tuple(stop))) for leaf, start, stop in rows]
+        # All are looked up first: a version stays readable while it is being sent.
+        found = [store.read(version, leaf, box) for leaf, box in boxes]
+        return tensors.encode(
+            ({"leaf": leaf}, box.start, array)
+            for (leaf, box), array in zip(boxes, found, strict=True)
+        )
+
+    def merge(self, message: Message) -> Message:
+        names = ("version", "fragment", "contributions", "divisor")
+        job, *rest = fields(message, "job", *names)
+        return self._store(job).merge(*rest)
+
+    def apply(self, message: Message) -> Message:
+        names = ("version", "scale", "step", "share", "keep", "drop")
+        job, *rest = fields(message, "job", *names)
+        return self._store(job).apply(*rest)
+
+    def digest(self, message: Message) -> Message:
+        job, version = fields(message, "job", "version")
+        return {"lanes": self._store(job).digest_lanes(version)}
+
+    def save(self, message: Message) -> Message:
+        job, folder, version = fields(message, "job", "folder", "version")
+        return self._store(job).save(folder, version)
+
+    def load(self, message: Message) -> Message:
+        job, folder, version = fields(message, "job", "folder", "version")
+        self._store(job).load(folder, version)
+        return {"version": version}
+
+    def drop(self, message: Message) -> Message:
+        """Forgets contributions: [[learner, incarnation, round or null], ...]."""
+        job, contributions = fields(message, "job", "contributions")
+        self._store(job).drop(contributions)
+        return {}
+
+    def forget(self, message: Message) -> Message:
+        """Frees the memory of a job that is over; one that is not here is fine."""
+        (job,) = fields(message, "job")
+        with self._lock:
+            self._jobs.pop(job, None)
+        return {}
+
+    def status(self, message: Message) -> Message:
+        """Returns the state of a job, or of all if none is named."""
+        if "job" in message:
+            return self._store(message["job"]).status()
+        with self._lock:
+            stores = [store for _, store in self._jobs.values()]
+        return {"jobs": [store.status() for store in stores]}
+
+    def _store(self, job: str) -> BlockStore:
+        with self._lock:
+            if job not in self._jobs:
+                raise Refused(
+                    f"this server has no job {job!r}, but {sorted(self._jobs)}; was it "
+                    "restarted?"
+                )
+            return self._jobs[job][1]
+
+
+def fields(message: Message, *names: str) -> list[Any]:
+    """Returns values of a message; refuses one that lacks any."""
+    missing = [name for name in names if name not in message]
+    if missing:
+        raise Refused(
+            f"message without {', '.join(missing)}: do both sides have the same "
+            "version of meshloom?"
+        )
+    return [message[name] for name in names]
+
+
+class ServerProcess:
+    """Answers calls, and beats to the coordinator until closed.
+
+    A coordinator that was restarted, and does not know this server, gets it registered
+    again.
+
+    Attributes:
+      address: under which others reach it.
+    """
+
+    def __init__(
+        self,
+        bind: str = "127.0.0.1:0",
+        *,
+        name: str | None = None,
+        host: str | None = None,
+        coordinator: str | None = None,
+        make_update: MakeUpdate = no_optimizers,
+        token: str | None = None,
+        tls: Tls | None = None,
+    ):
+        """Args:
+        name: by which blocks are dealt to servers; its address by default. A server
+          that keeps its name across restarts keeps its blocks.
+        host: under which others reach this machine; that of `bind` by default.
+        coordinator: address to register at.
+        """
+        self.blocks = BlockServer(make_update)
+        self._server = Server(
+            bind, self.blocks.methods, self.blocks.streams, token, tls
+        )
+        self.address = f"{host or bind.rpartition(':')[0]}:{self._server.port}"
+        self.name = name or self.address
+        self._is_closing = threading.Event()
+        self._thread = None
+        if coordinator is not None:
+            self._channel = Channel(coordinator, token, tls)
+            try:
+                self._register()
+            except BaseException:
+                self._server.close(0)
+                self._channel.close()
+                raise
+            self._thread = threading.Thread(target=self._beat, daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stops beating and answering."""
+        self._is_closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._channel.close()
+        self._server.close()
+
+    def _register(self) -> None:
+        message = {"name": self.name, "address": self.address}
+        self._channel.call("RegisterServer", message, 20.0)
+
+    def _beat(self) -> None:
+        is_reached = True
+        while not self._is_closing.wait(BEAT_SECONDS):
+            try:
+                self._beat_once()
+            except Unavailable as error:
+                if is_reached:
+                    _LOG.warning("server %s: %s; keeps trying", self.name, error)
+                is_reached = False
+            except Refused as error:
+                _LOG.error("server %s: %s; keeps trying", self.name, error)
+            else:
+                is_reached = True
+
+    def _beat_once(self) -> None:
+        try:
+            self._channel.call("Beat", {"name": self.name}, BEAT_SECONDS)
+        except Refused as error:
+            _LOG.warning("server %s registers again: %s", self.name, error)
+            self._register()
