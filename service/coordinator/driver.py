@@ -1,0 +1,153 @@
+"""The thread of a job, and how other threads ask something of it.
+
+Only this thread touches the `Job`: calls put their requests into its queue and wait for
+the answer, or wait at the job's board. Requests that arrive together are written to the
+log together, and answered once they are on disk.
+"""
+
+import concurrent.futures
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..wire.errors import Refused, Unavailable
+from . import restoring
+from .job import Job
+
+# How often leases are looked at if nothing happens.
+POLL_SECONDS = 0.25
+METHODS = ("join", "contribute", "leave", "initialize", "report", "save_now")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Something asked of a job; `answer` gets the answer or an error."""
+
+    method: str
+    message: Mapping[str, Any]
+    answer: concurrent.futures.Future = dataclasses.field(
+        default_factory=concurrent.futures.Future
+    )
+
+
+def cycle(job: Job, requests: list[Request]) -> None:
+    """Handles requests that arrived together, and what the time brings."""
+    answers: list[tuple[Request, dict[str, Any]]] = []
+    for request in requests:
+        assert request.method in METHODS, request.method
+        try:
+            answers.append((request, getattr(job, request.method)(request.message)))
+        except Refused as error:
+            request.answer.set_exception(error)
+    job.poll()
+    events = job.flush()
+    for request, answer in answers:
+        request.answer.set_result(answer)
+    job.advance(events)
+
+
+class Driver:
+    """Runs a job in a thread of its own until it is stopped or fails.
+
+    Args:
+      on_failure: called with the error that ended the job.
+    """
+
+    def __init__(self, job: Job, on_failure: Callable[[Exception], None]):
+        self.job = job
+        self.status: dict[str, Any] = {"state": "starting", "version": 0}
+        self._on_failure = on_failure
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, name=f"job {job.spec.job}", daemon=True
+        )
+        self._thread.start()
+
+    def ask(
+        self, method: str, message: Mapping[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Returns the job's answer; for any thread but the job's own."""
+        self.job.board.check()
+        request = Request(method, message)
+        self._requests.put(request)
+        try:
+            return request.answer.result(timeout=seconds)
+        except concurrent.futures.TimeoutError:
+            self.job.board.check()
+            raise Unavailable(
+                f"job {self.job.spec.job!r} gave no answer within {seconds:g} s; try "
+                "again"
+            ) from None
+
+    def stop(self, reason: str, seconds: float) -> None:
+        """Ends the thread after what it is doing; later requests get the reason."""
+        self.job.board.fail(reason)
+        self._requests.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        pending: list[Request] = []
+        try:
+            restoring.start(self.job)
+            while True:
+                self.status = _status(self.job)
+                taken = self._take()
+                pending = [request for request in taken if request is not None]
+                cycle(self.job, pending)
+                if len(pending) < len(taken):
+                    return
+        except Exception as error:
+            self.job.board.fail(f"job {self.job.spec.job!r} has stopped: {error}")
+            self.status = {**self.status, "state": "failed", "reason": str(error)}
+            self._on_failure(error)
+        finally:
+            self._refuse(pending)
+
+    def _take(self) -> list[Request | None]:
+        """Waits for a request; returns all that are there."""
+        taken: list[Request | None] = []
+        deadline = self.job.engine.deadline
+        seconds = POLL_SECONDS
+        if deadline is not None:
+            seconds = min(seconds, max(0.0, deadline - self.job.now()))
+        try:
+            taken.append(self._requests.get(timeout=seconds))
+            while True:
+                taken.append(self._requests.get_nowait())
+        except queue.Empty:
+            return taken
+
+    def _refuse(self, pending: list[Request]) -> None:
+        """Answers what will not be done any more."""
+        try:
+            while True:
+                request = self._requests.get_nowait()
+                pending.extend([request] if request is not None else [])
+        except queue.Empty:
+            pass
+        reason = self.job.board.failure or "the service has stopped"
+        for request in pending:
+            if not request.answer.done():
+                request.answer.set_exception(Unavailable(reason))
+
+
+def _status(job: Job) -> dict[str, Any]:
+    """Returns what there is to say about a job."""
+    if not job.is_initialized:
+        state = "waiting for the initial parameters"
+    elif job.is_finished:
+        state = "done"
+    else:
+        state = "running" if job.engine.is_started else "waiting for learners"
+    members = [m for m in job.engine.members.values() if m.is_live]
+    return {
+        "state": state,
+        "version": job.engine.version,
+        "checkpoint": job.saved,
+        "learners": len(job.members),
+        "num_learners": job.spec.num_learners,
+        "waiting": sum(member.status == "waiting" for member in members),
+        "bytes": job.num_bytes,
+    }

@@ -1,0 +1,400 @@
+"""A job: feeds events to the engine, and carries out what it decides.
+
+Every event is in the log before the engine sees it, and every commit before a server
+applies it. Whatever is killed when, the log says what has happened: replaying its
+events gives the same engine, and the newest commit is applied once more, which changes
+nothing where it was applied already.
+
+A `Job` has no threads and no clock of its own, and is called by one thread (driver.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..rounds.engine import Engine
+from ..rounds.events import (
+    Commit,
+    Contribution,
+    Done,
+    Dropped,
+    Release,
+    Tick,
+    from_json,
+)
+from ..wire.errors import Refused
+from . import commits, requests
+from .board import Board, Place
+from .checkpoints import Checkpoint, Checkpoints
+from .commits import Key, Received
+from .history import History, make_history
+from .log import Log
+from .members import Members
+from .requests import Body, Samples
+from .run_files import RunFiles, number
+from .servers import ServerGroup
+from .spec import JobSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """
+    Attributes:
+      lease_seconds: who was not heard of for so long counts as lost.
+      rejoin_seconds: how long learners may take to find a service that restarted.
+      save_every: commits between checkpoints.
+      keep_checkpoints: how many are kept; a damaged one is replaced by an older one.
+    """
+
+    lease_seconds: float = 10.0
+    rejoin_seconds: float = 60.0
+    save_every: int = 100
+    keep_checkpoints: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What a job is given: where it writes, and how it tells the time and the user."""
+
+    folder: Path
+    log: Log
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+    settings: Settings
+
+
+class Job:
+    """One job, from its spec to its final parameters."""
+
+    def __init__(self, spec: JobSpec, servers: ServerGroup, around: Surroundings):
+        self.spec = spec
+        self.servers = servers
+        self.board = Board()
+        self.around = around
+        self.files = RunFiles(around.folder)
+        # Absolute, since servers elsewhere are told this path too.
+        self.checkpoints = Checkpoints(around.folder.absolute() / "service")
+        self.num_bytes = 0  # moved by learners since this process started
+        self.reset(make_history(around.log.read(spec.job)))
+
+    def reset(self, history: History) -> None:
+        """Forgets everything and takes up a history, without acting on it yet."""
+        spec, settings = self.spec, self.around.settings
+        self.is_initialized = history.is_initialized
+        self.is_finished = history.is_finished
+        self.engine = Engine(spec.policy, spec.num_learners, spec.num_rounds)
+        self.members = Members(
+            spec.job, spec.num_learners, settings.lease_seconds, history.incarnations
+        )
+        self._samples = Samples(spec.job)
+        self._logged = dict(history.commits)
+        self._newest_logged = history.version
+        self._received: dict[Key, Received] = {}  # staged on the servers
+        self._lost: set[Key] = set()  # were staged on servers that lost them
+        self._places: dict[int, Place] = {}
+        self._queue: list[Body] = []  # accepted, not in the log yet
+        self._time = 0.0
+        self._event = 0  # number in the log of the event that is being handled
+        self._commit_facts: dict[str, Any] | None = None  # of the newest version
+        self.cut = 0  # of the event that led to the newest version
+        self.saved = -1  # version of the newest checkpoint
+
+    # Requests. Each returns an answer, which counts once `flush` has returned.
+
+    def join(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes in a learner; tells it its incarnation."""
+        now = self.now()
+        self.members.check_join(message, now)
+        incarnation = self.members.next_incarnation(message["learner"])
+        self._accept(requests.joined(message, incarnation, now))
+        return {
+            "incarnation": incarnation,
+            "version": self.engine.version,
+            "servers": self.servers.addresses,
+            "lease_seconds": self.around.settings.lease_seconds,
+        }
+
+    def contribute(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes note of a contribution that the servers have; may be repeated."""
+        body = requests.contributed(message, self.now())
+        event = body["event"]
+        member = self.members.get(event["learner"], event["incarnation"])
+        if member is None or member.must_rejoin:
+            place = self._places.get(event["learner"], Place(0, "left"))
+            return {"state": "left", "reason": place.reason or "join again"}
+        if event["round"] > member.last_round:
+            self._samples.check(body)
+            self._accept(body)
+        return {"state": "ok", "version": self.engine.version}
+
+    def leave(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Lets a learner go; one that is gone already may say so again."""
+        learner = requests.field(message, "learner")
+        incarnation = requests.field(message, "incarnation", 1)
+        member = self.members.get(learner, incarnation)
+        if member is not None:
+            reason = str(message.get("reason", "left"))
+            self._accept(requests.left(member, reason, self.now()))
+        return {}
+
+    def initialize(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes note that the initial parameters were sent, and saves them."""
+        del message
+        if not self.is_initialized:
+            answers = self.servers.all("Status", {})
+            if any(part["version"] is None for part in answers):
+                return {"state": "push"}
+            self.save()
+            self.around.log.append(self.spec.job, "initialized", {})
+            self.is_initialized = True
+            self._post()
+        return {"state": "ok"}
+
+    def report(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a row of evaluation."""
+        row = message.get("row")
+        if not isinstance(row, Mapping) or type(row.get("step")) is not int:
+            raise Refused(f"row is {row!r}, expected an object with an integer step")
+        self.files.eval.append({**row, "time": round(self.now(), 3)})
+        return {}
+
+    def save_now(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Saves a checkpoint of the newest version."""
+        del message
+        if not self.is_initialized:
+            raise Refused(f"job {self.spec.job!r} has no parameters yet")
+        self.save()
+        return {"version": self.engine.version}
+
+    # The loop of the job's thread: requests, poll, flush, advance.
+
+    def poll(self) -> None:
+        """Accepts what the time brings: lost learners, and ticks of the engine."""
+        now = self.now()
+        for (learner, incarnation), when in self.board.take_heard().items():
+            self.members.hear(learner, incarnation, when)
+        seconds = self.around.settings.lease_seconds
+        for member in self.members.expired(now):
+            reason = f"not heard of for {seconds:g} s"
+            self.around.say(f"{self.spec.job}: learner {member.learner} {reason}")
+            self._accept(requests.left(member, reason, now))
+        deadline = self.engine.deadline
+        if deadline is not None and now >= deadline and not self._queue:
+            self._accept({"event": Tick(now).to_json()})
+
+    def flush(self) -> list[tuple[int, Body]]:
+        """Writes what was accepted to the log; returns it with its numbers."""
+        bodies, self._queue = self._queue, []
+        if not bodies:
+            return []
+        entries = [("event", body) for body in bodies]
+        numbers = self.around.log.append_all(self.spec.job, entries)
+        return list(zip(numbers, bodies, strict=True))
+
+    def advance(self, events: list[tuple[int, Body]]) -> None:
+        """Lets the engine see events of the log, and carries out its decisions."""
+        for seq, body in events:
+            self.handle(seq, body)
+            self._save_if_due()
+        if self.engine.is_done and not self.is_finished:
+            self._finish()
+        self._post()
+
+    def replay(self, history: History) -> None:
+        """Takes the events of the log again; acts only on what was left undone."""
+        for entry in history.entries:
+            if entry.kind == "event":
+                self._take(entry.body)
+                self.handle(entry.seq, entry.body)
+            elif entry.kind == "rollback":
+                self._roll_back(entry.body["version"])
+        for learner, incarnation in history.incarnations.items():
+            place = self._places.get(learner)
+            if place is None or place.incarnation < incarnation:  # joined in vain
+                reason = "the service restarted from an older version: join again"
+                self._places[learner] = Place(incarnation, "left", reason=reason)
+        self.members.extend(self.now() + self.around.settings.rejoin_seconds)
+        self.advance([])
+
+    def handle(self, seq: int, body: Body) -> None:
+        """Lets the engine see one event of the log."""
+        self._event = seq
+        event = body["event"]
+        if event["kind"] == "Contributed":
+            key = event["learner"], event["incarnation"], event["round"]
+            self._received[key] = Received.of(body)
+            self.num_bytes += body["bytes"]
+        decisions = self.engine.handle(from_json(event))  # type: ignore[arg-type]
+        for index, decision in enumerate(decisions):
+            if isinstance(decision, Commit):
+                self._commit(decision, _keys(decisions[index + 1 :]))
+            elif isinstance(decision, Release):
+                self._release(decision)
+            elif isinstance(decision, Dropped):
+                self._drop(decision)
+            else:
+                assert isinstance(decision, Done)
+                self._end(decision.learner)
+
+    def now(self) -> float:
+        """Returns the time, which never runs backwards, also across restarts."""
+        self._time = max(self._time, self.around.clock())
+        return self._time
+
+    def save(self) -> Checkpoint | None:
+        """Saves the newest version on all servers, unless that was done."""
+        version = self.engine.version
+        if version == self.saved:
+            return None
+        folder = self.checkpoints.prepare(version)
+        message = {"folder": str(folder), "version": version}
+        self.servers.all("Save", message)
+        digest = self.spec.layout.digest
+        about = {"job": self.spec.job, "time": round(self.now(), 3)}
+        checkpoint = self.checkpoints.complete(version, self.cut, digest, about)
+        self.saved = version
+        found, _ = self.checkpoints.find()
+        older = [c.version for c in found if c.version <= version]
+        self.checkpoints.keep(older[: self.around.settings.keep_checkpoints])
+        return checkpoint
+
+    def _accept(self, body: Body) -> None:
+        self._take(body)
+        self._queue.append(body)
+
+    def _take(self, body: Body) -> None:
+        """Updates the members by an event, before the engine sees it."""
+        event = body["event"]
+        self._time = max(self._time, event["time"])
+        if event["kind"] == "Tick":
+            return
+        learner, incarnation = event["learner"], event["incarnation"]
+        if event["kind"] == "Joined":
+            rows = tuple(body["rows"]) if body["rows"] else None
+            now = event["time"]
+            self.members.add(learner, incarnation, now, owner=body["owner"], rows=rows)
+            self._places[learner] = Place(incarnation)
+        elif event["kind"] == "Left":
+            self.members.remove(learner)
+            self._places[learner] = Place(incarnation, "left", reason=event["reason"])
+        elif member := self.members.get(learner, incarnation):
+            member.last_round = max(member.last_round, event["round"])
+            self._samples.add(body)
+
+    def _commit(self, commit: Commit, later: set[Key]) -> None:
+        keys = {commits.key_of(part) for part in commit.contributions}
+        parts = [p for p in commit.contributions if commits.key_of(p) not in self._lost]
+        entry = self._logged.pop(commit.version, None)
+        if entry is None:
+            entry = self._decide(commit, parts, later)
+            self.around.log.append(self.spec.job, "commit", entry)
+            self.servers.all("Apply", commits.apply_message(entry))
+            self.files.write_commit(entry)
+            if len(parts) < len(keys):
+                self.around.say(
+                    f"{self.spec.job}: commit {commit.version} is without "
+                    f"{len(keys) - len(parts)} contributions that the servers lost "
+                    "when they restarted"
+                )
+        else:
+            commits.check_entry(commit, parts, entry)
+            if commit.version == self._newest_logged:
+                self.servers.all("Apply", commits.apply_message(entry))
+        for key in entry["drop"]:
+            self._received.pop(tuple(key), None)
+        self.cut = self._event
+        self._commit_facts = {
+            **{"version": entry["version"], "scale": entry["scale"]},
+            "norm": number(entry["norm"]),
+            "skipped": entry["metrics"]["skipped"],
+        }
+
+    def _decide(
+        self, commit: Commit, parts: list[Contribution], later: set[Key]
+    ) -> dict[str, Any]:
+        """Merges on all servers and returns the entry of the commit."""
+        merged: list[dict[str, Any]] = []
+        if parts:
+            merged = self.servers.all("Merge", commits.merge_message(commit, parts))
+        entry = commits.make_entry(
+            commit, parts, merged, self._received, self.spec, now=self.now()
+        )
+        in_use = {p.version for p in self._places.values() if p.state == "go"}
+        in_use |= {info.base for info in self._received.values()}
+        wanted = self.engine.kept | later
+        return {
+            **entry,
+            "event": self._event,
+            "keep": sorted(v for v in in_use if v < commit.version),
+            "drop": [list(key) for key in self._received if key not in wanted],
+        }
+
+    def _release(self, release: Release) -> None:
+        place = self._places[release.learner]
+        if place.incarnation == release.incarnation and place.state != "left":
+            self._places[release.learner] = dataclasses.replace(
+                place,
+                state="go",
+                round=release.round,
+                version=release.version,
+                commit=self._commit_facts,
+            )
+
+    def _drop(self, dropped: Dropped) -> None:
+        place = self._places[dropped.learner]
+        about = {"round": dropped.round, "reason": dropped.reason}
+        if place.incarnation == dropped.incarnation:
+            self._places[dropped.learner] = dataclasses.replace(place, dropped=about)
+
+    def _end(self, learner: int | None) -> None:
+        for index, place in self._places.items():
+            if learner in (None, index) and place.state != "left":
+                self._places[index] = dataclasses.replace(
+                    place,
+                    state="done",
+                    version=self.engine.version,
+                    commit=self._commit_facts,
+                )
+
+    def _roll_back(self, version: int) -> None:
+        """Makes everybody join again: the servers restarted from a checkpoint."""
+        self._lost |= set(self._received)
+        self._received.clear()
+        for member in self.members:
+            member.must_rejoin = True
+            place = self._places[member.learner]
+            if place.state != "done":
+                reason = f"the service restarted from version {version}: join again"
+                self._places[member.learner] = Place(
+                    member.incarnation, "left", reason=reason
+                )
+
+    def _save_if_due(self) -> None:
+        every = self.around.settings.save_every
+        if self.engine.version // every > max(self.saved, 0) // every:
+            self.save()
+
+    def _finish(self) -> None:
+        self.save()
+        version = self.engine.version
+        digests = self.servers.digests(version)
+        self.files.write_final(version, digests)
+        self.around.log.append(self.spec.job, "finished", {"version": version})
+        self.is_finished = True
+        self.around.say(f"{self.spec.job}: done at version {version}")
+
+    def _post(self) -> None:
+        """Shows the learners their places; nobody goes before there are parameters."""
+        places = dict(self._places)
+        if not self.is_initialized:
+            for learner, place in places.items():
+                if place.state == "go":
+                    places[learner] = Place(place.incarnation)
+        self.board.post(places)
+
+
+def _keys(decisions: list[Any]) -> set[Key]:
+    """Returns the contributions of the commits among some decisions."""
+    found = (d.contributions for d in decisions if isinstance(d, Commit))
+    return {commits.key_of(part) for parts in found for part in parts}

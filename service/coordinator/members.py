@@ -1,0 +1,155 @@
+"""The learners of a job: who is there, since when, and which data each one takes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..wire.errors import Refused
+
+
+@dataclasses.dataclass
+class Member:
+    """A learner that has joined and not left.
+
+    Attributes:
+      owner: what the learner calls itself; the same owner may replace itself at once.
+      rows: the rows of each batch that it takes, [first, stop), if it said so.
+      expires: time after which the learner counts as lost unless it is heard of.
+      must_rejoin: whether the service restarted from a checkpoint since it joined, so
+        that its parameters may come from a version that no longer exists.
+      last_round: the last round that it contributed.
+    """
+
+    learner: int
+    incarnation: int
+    owner: str | None
+    rows: tuple[int, int] | None
+    expires: float
+    must_rejoin: bool = False
+    last_round: int = 0
+
+
+class Members:
+    """The members by index, with leases.
+
+    Args:
+      incarnations: the highest incarnation that each learner ever had.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        num_learners: int,
+        lease_seconds: float,
+        incarnations: Mapping[int, int] | None = None,
+    ):
+        self._job = job
+        self._num_learners = num_learners
+        self._lease_seconds = lease_seconds
+        self._incarnations = dict(incarnations or {})
+        self._live: dict[int, Member] = {}
+
+    def __iter__(self):
+        return iter(list(self._live.values()))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, learner: int, incarnation: int) -> Member | None:
+        """Returns the member if exactly this incarnation of it is there."""
+        member = self._live.get(learner)
+        is_current = member is not None and member.incarnation == incarnation
+        return member if is_current else None
+
+    def current(self, learner: int) -> Member | None:
+        return self._live.get(learner)
+
+    def check_join(self, message: Mapping[str, Any], now: float) -> None:
+        """Refuses a learner whose index is taken or whose data is another's."""
+        learner, owner = message["learner"], message.get("owner")
+        if not _is_index(learner) or learner >= self._num_learners:
+            raise Refused(
+                f"job {self._job!r}: learner {learner!r} is not in 0.."
+                f"{self._num_learners - 1}; the job was opened for "
+                f"{self._num_learners} learners"
+            )
+        member = self._live.get(learner)
+        is_same = owner is not None and member is not None and owner == member.owner
+        if member is not None and not member.must_rejoin and not is_same:
+            left = max(0.0, member.expires - now)
+            raise Refused(
+                f"job {self._job!r}: learner {learner} is already running "
+                f"(incarnation {member.incarnation}). Use another index; or, if that "
+                f"process is dead, try again in {left:.0f} s."
+            )
+        rows = rows_of(message)
+        for other in self._live.values():
+            if other.learner != learner and overlap(rows, other.rows):
+                assert rows is not None and other.rows is not None
+                raise Refused(
+                    f"job {self._job!r}: learner {learner} takes rows {rows[0]} to "
+                    f"{rows[1]} of each batch, learner {other.learner} takes "
+                    f"{other.rows[0]} to {other.rows[1]}: samples would count twice. "
+                    "Give each learner an index of its own and all the same number of "
+                    "learners."
+                )
+
+    def next_incarnation(self, learner: int) -> int:
+        return self._incarnations.get(learner, 0) + 1
+
+    def add(
+        self,
+        learner: int,
+        incarnation: int,
+        now: float,
+        *,
+        owner: str | None = None,
+        rows: tuple[int, int] | None = None,
+    ) -> Member:
+        member = Member(learner, incarnation, owner, rows, now + self._lease_seconds)
+        self._live[learner] = member
+        highest = self._incarnations.get(learner, 0)
+        self._incarnations[learner] = max(highest, incarnation)
+        return member
+
+    def remove(self, learner: int) -> None:
+        del self._live[learner]
+
+    def expired(self, now: float) -> list[Member]:
+        return [m for m in self._live.values() if m.expires < now]
+
+    def hear(self, learner: int, incarnation: int, now: float) -> None:
+        """Renews the lease of a learner that was heard of at `now`."""
+        member = self.get(learner, incarnation)
+        if member is not None and not member.must_rejoin:
+            member.expires = max(member.expires, now + self._lease_seconds)
+
+    def extend(self, until: float) -> None:
+        """Gives everybody time to find a service that restarted."""
+        for member in self._live.values():
+            member.expires = max(member.expires, until)
+
+
+def rows_of(message: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the rows of each batch that a learner says it takes, if it does."""
+    rows = message.get("rows")
+    if rows is None:
+        return None
+    is_pair = isinstance(rows, list | tuple) and len(rows) == 2
+    if not is_pair or not all(map(_is_index, rows)) or rows[0] >= rows[1]:
+        raise Refused(
+            f"learner {message.get('learner')}: rows is {rows!r}, expected [first, "
+            "stop] with 0 <= first < stop"
+        )
+    return rows[0], rows[1]
+
+
+def overlap(one: tuple[int, int] | None, two: tuple[int, int] | None) -> bool:
+    """Returns whether two ranges have a number in common."""
+    if one is None or two is None:
+        return False
+    return one[0] < two[1] and two[0] < one[1]
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,92 @@
+"""Takes up a job where its log ends, or where its newest usable checkpoint is.
+
+If every server still has the newest version of the log, or the one before, nothing is
+lost: the log is replayed and the last commit is applied again. Otherwise all servers
+load the newest checkpoint that they can, and the log gets an entry that abandons what
+came after it.
+"""
+
+from ..wire.errors import Refused
+from .checkpoints import Checkpoint
+from .history import History, make_history
+from .job import Job
+
+
+def start(job: Job) -> None:
+    """Brings the servers, the engine and the files of a job to its newest version."""
+    history = _read(job)
+    job.files.create(job.spec.message)
+    if not history.is_initialized:
+        job.servers.create(job.spec.message)
+        _take_up(job, history)
+    elif _is_held(job, history):
+        try:
+            _take_up(job, history)
+        except Refused as error:
+            _roll_back(job, str(error))
+    else:
+        _roll_back(job, "the servers do not have its newest version")
+
+
+def _read(job: Job) -> History:
+    return make_history(job.around.log.read(job.spec.job))
+
+
+def _is_held(job: Job, history: History) -> bool:
+    """Returns whether the servers have what the log says, but for the last commit."""
+    if list(history.servers) != job.servers.names:
+        return False
+    expected = {history.version, history.version - 1} - {-1}
+    try:
+        answers = job.servers.all("Status", {})
+    except Refused:  # a server that does not know the job
+        return False
+    return all(answer["version"] in expected for answer in answers)
+
+
+def _take_up(job: Job, history: History) -> None:
+    job.reset(history)
+    job.saved = max((c.version for c in _usable(job, history)), default=-1)
+    job.files.restore(history.commits, history.abandoned)
+    job.replay(history)
+
+
+def _roll_back(job: Job, reason: str) -> None:
+    """Loads the newest checkpoint that all servers can load, and says so."""
+    history, spec, say = _read(job), job.spec, job.around.say
+    say(f"{spec.job}: {reason}; looking for its newest checkpoint")
+    for fault in job.checkpoints.find()[1]:
+        say(f"{spec.job}: not usable as a checkpoint: {fault}")
+    for checkpoint in _usable(job, history):
+        version = checkpoint.version
+        # In the log first: a kill during the load must not leave servers at a version
+        # that the log would take for the one before its newest.
+        body = {"version": version, "cut": checkpoint.cut, "reason": reason}
+        job.around.log.append(spec.job, "rollback", body)
+        servers = {"spec": spec.message, "servers": job.servers.names}
+        job.around.log.append(spec.job, "spec", servers)
+        try:
+            job.servers.create(spec.message)
+            message = {"folder": str(checkpoint.folder), "version": version}
+            job.servers.all("Load", message)
+        except Refused as error:
+            say(f"{spec.job}: version {version} cannot be loaded: {error}")
+            continue
+        lost = history.version - version
+        say(f"{spec.job}: continues from version {version}; {lost} commits abandoned")
+        _take_up(job, _read(job))
+        return
+    raise ValueError(
+        f"job {spec.job!r}: no checkpoint in {job.checkpoints.folder} can be loaded "
+        "(see above). Restore one from a copy, or start the job under another name."
+    )
+
+
+def _usable(job: Job, history: History) -> list[Checkpoint]:
+    """Returns complete checkpoints of this history and model, newest first."""
+    return [
+        checkpoint
+        for checkpoint in job.checkpoints.find()[0]
+        if history.cuts.get(checkpoint.version) == checkpoint.cut
+        and checkpoint.layout == job.spec.layout.digest
+    ]

@@ -1,0 +1,139 @@
+"""The files of a job for people and for the trainer's own tools.
+
+    DIR/NAME/spec.json        what the job is
+             metrics.jsonl    one row per commit, as an ordinary run writes it
+             commits.jsonl    one row per commit: which contributions it is made of
+             abandoned.jsonl  rows of commits that a restart took back
+             eval.jsonl       what learners report of their evaluations
+             final.json       digests of the final parameters
+             service/VERSION/ checkpoints of the servers
+
+All of them follow from the log, so a row that a killed process did not write, or wrote
+half, is written again. JSON has no NaN and no infinity: they are the strings "NaN",
+"Infinity" and "-Infinity", as in the metrics of any run.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def plain(value: Any) -> Any:
+    """Returns a JSON value, with floats that JSON does not have as strings."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def number(value: Any) -> float:
+    """Returns the number that `plain` wrote."""
+    return float(_NOT_FINITE.get(value, value) if isinstance(value, str) else value)
+
+
+def replace_json(path: Path, document: Any) -> None:
+    """Writes a JSON file atomically and durably."""
+    _replace(path, json.dumps(plain(document), indent=2) + "\n")
+
+
+class RowFile:
+    """A file with one JSON object per line, each with an integer `step`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(_line(row))
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the complete rows; what follows the last newline is not one."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            lines = [line for line in file if line.endswith(b"\n")]
+        return [json.loads(line) for line in lines]
+
+    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Makes the file contain exactly these rows."""
+        text = "".join(map(_line, rows))
+        if not self.path.exists() or self.path.read_bytes() != text.encode():
+            _replace(self.path, text)
+
+    def truncate_after(self, step: int) -> None:
+        """Drops rows of steps after `step`, and a torn last line."""
+        if self.path.exists():
+            self.restore([row for row in self.read() if row["step"] <= step])
+
+
+class RunFiles:
+    """The folder of one job."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.metrics = RowFile(folder / "metrics.jsonl")
+        self.commits = RowFile(folder / "commits.jsonl")
+        self.eval = RowFile(folder / "eval.jsonl")
+        self._abandoned = RowFile(folder / "abandoned.jsonl")
+
+    def create(self, spec: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_json(self.folder / "spec.json", spec)
+
+    def write_commit(self, entry: Mapping[str, Any]) -> None:
+        self.commits.append(commit_row(entry))
+        self.metrics.append(entry["metrics"])
+
+    def restore(
+        self,
+        commits: Mapping[int, Mapping[str, Any]],
+        abandoned: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Makes the files agree with the commits of the log."""
+        entries = [commits[version] for version in sorted(commits)]
+        self.commits.restore(map(commit_row, entries))
+        self.metrics.restore(entry["metrics"] for entry in entries)
+        self.eval.truncate_after(max(commits, default=0))
+        if abandoned:
+            self._abandoned.restore(map(commit_row, abandoned))
+
+    def write_final(self, version: int, digests: Mapping[str, str]) -> None:
+        final = {"version": version, "digests": digests}
+        replace_json(self.folder / "final.json", final)
+
+
+def commit_row(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the row of commits.jsonl of a commit in the log."""
+    hidden = ("metrics", "keep", "drop", "step")
+    rest = {name: value for name, value in entry.items() if name not in hidden}
+    return {"step": entry["version"], "update_step": entry["step"], **rest}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.tmp")  # one process writes here
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # makes the rename itself durable
+    finally:
+        os.close(folder)

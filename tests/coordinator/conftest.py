@@ -1,0 +1,263 @@
+"""A coordinator's job without network, threads or clock, and with servers to kill."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from meshloom.service.blocks.layout import Leaf, make_layout
+from meshloom.service.coordinator import driver, restoring
+from meshloom.service.coordinator.job import Job, Settings, Surroundings
+from meshloom.service.coordinator.log import Log
+from meshloom.service.coordinator.servers import ServerGroup
+from meshloom.service.coordinator.spec import parse_spec
+from meshloom.service.rounds.policy import make_policy
+from meshloom.service.wire.errors import Refused
+
+VERSION = "0.1.0"
+LEAVES = (Leaf("w", (8, 4), "float32", (None, None)),)
+
+
+class Killed(BaseException):
+    """What happens to a process at kill -9, as far as one can tell in one process."""
+
+
+class Fate:
+    """Kills at the n-th of the points that the run passes; counts them."""
+
+    def __init__(self):
+        self.passed: list[str] = []
+        self.fatal: int | None = None
+
+    def point(self, name: str) -> None:
+        self.passed.append(name)
+        if len(self.passed) == self.fatal:
+            raise Killed(name)
+
+
+class FakeServer:
+    """A server with one number for all of its blocks; it adds the mean to it."""
+
+    def __init__(self, name: str, fate: Fate):
+        self.name, self.address, self.fate = name, f"{name}:1", fate
+        self.applied: list[int] = []
+        self.refusing: dict[str, Exception] = {}
+        self.lose()
+
+    def lose(self) -> None:
+        """Forgets everything, as a server that was killed."""
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.applied.clear()
+
+    def call(self, method: str, message: dict[str, Any]) -> dict[str, Any]:
+        self.fate.point(f"before {method} at {self.name}")
+        if method in self.refusing:
+            raise self.refusing[method]
+        message = json.loads(json.dumps(message, allow_nan=False))
+        answer = getattr(self, method.lower())(message)
+        self.fate.point(f"after {method} at {self.name}")
+        return json.loads(json.dumps(answer))
+
+    def of(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["job"] not in self.jobs:
+            raise Refused(f"no job {message['job']!r} here")
+        return self.jobs[message["job"]]
+
+    def create(self, message):
+        assert message["blocks"], "a server without blocks has no part in a job"
+        fresh = {"version": None, "versions": {}, "staged": {}, "merged": None}
+        self.jobs.setdefault(message["job"], fresh)
+        return {}
+
+    def stage(self, job: str, key: tuple[int, int, int], value: float) -> None:
+        state = self.of({"job": job})
+        if key[2] == 0:
+            state.update(version=0, versions={0: value})
+        else:
+            before = state["staged"].setdefault(key, value)
+            assert repr(before) == repr(value), "another value for the same piece"
+
+    def status(self, message):
+        return {"version": self.of(message)["version"]}
+
+    def merge(self, message):
+        state = self.of(message)
+        assert message["version"] == state["version"] + 1, (message, state)
+        total = 0.0
+        for part in message["contributions"]:
+            key = part["learner"], part["incarnation"], part["round"]
+            if key not in state["staged"]:
+                raise Refused(f"{key} is not staged at {self.name}")
+            total += part["coefficient"] * state["staged"][key]
+        state["merged"] = message["version"], total / message["divisor"]
+        mean = state["merged"][1]
+        is_finite = mean == mean
+        return {"sum_of_squares": mean**2 if is_finite else "NaN", "finite": is_finite}
+
+    def apply(self, message):
+        state, version = self.of(message), message["version"]
+        if version > state["version"]:
+            assert version == state["version"] + 1
+            value = state["versions"][state["version"]]
+            if message["scale"]:
+                merged_for, mean = state["merged"]
+                assert merged_for == version
+                value += message["scale"] * message["share"] * mean
+            state["versions"][version] = value
+            state["version"] = version
+            self.applied.append(version)
+        wanted = {*message["keep"], state["version"]}
+        state["versions"] = {v: x for v, x in state["versions"].items() if v in wanted}
+        for key in message["drop"]:
+            state["staged"].pop(tuple(key), None)
+        return {}
+
+    def save(self, message):
+        state = self.of(message)
+        assert message["version"] == state["version"]
+        path = pathlib.Path(message["folder"]) / f"{self.name}.json"
+        path.write_text(json.dumps(state["versions"][state["version"]]))
+        return {}
+
+    def load(self, message):
+        path = pathlib.Path(message["folder"]) / f"{self.name}.json"
+        try:
+            value = json.loads(path.read_text())
+        except ValueError:
+            raise Refused(f"{path} is damaged") from None
+        version = message["version"]
+        state = {"version": version, "versions": {version: value}, "staged": {}}
+        self.jobs[message["job"]] = {**state, "merged": None}
+        return {}
+
+    def digest(self, message):
+        value = self.of(message)["versions"][message["version"]]
+        return {"lanes": {"w": [int(value * 8) % 2**32, 1]}}
+
+
+class FatalLog(Log):
+    """A log around whose writes the process can be killed."""
+
+    fate: Fate
+
+    def append_all(self, job, entries):
+        entries = list(entries)
+        kinds = "+".join(kind for kind, _ in entries)
+        self.fate.point(f"before log of {kinds}")
+        numbers = super().append_all(job, entries)
+        self.fate.point(f"after log of {kinds}")
+        return numbers
+
+
+def spec_message(**changes) -> dict[str, Any]:
+    mode, overrides = changes.pop("mode", "sync"), changes.pop("policy", {})
+    layout = make_layout(LEAVES, block_bytes=16)
+    return {
+        "job": "run",
+        "policy": make_policy(mode, **overrides).to_json(),
+        "num_learners": 2,
+        "num_rounds": 4,
+        "layout": layout.to_json(),
+        "update": {"kind": "optimizer"},
+        "max_grad_norm": None,
+        "skip_grad_norm": None,
+        "config_digest": "c0ffee",
+        "data": {},
+        "version": VERSION,
+        **changes,
+    }
+
+
+class House:
+    """A service in one folder: its servers live on when its coordinator is killed."""
+
+    def __init__(self, folder: pathlib.Path, num_servers: int = 2, **changes):
+        self.folder = folder
+        self.settings = Settings(save_every=changes.pop("save_every", 2))
+        self.message = spec_message(**changes)
+        self.spec = parse_spec(self.message, VERSION)
+        self.fate = Fate()
+        self.servers = [FakeServer(f"s{i}", self.fate) for i in range(num_servers)]
+        self.time = 100.0
+        self.said: list[str] = []
+        self.job: Job | None = None
+        self.log: FatalLog | None = None
+
+    def start(self) -> Job:
+        """Starts the coordinator, anew if it was killed."""
+        self.stop()
+        self.log = FatalLog(self.folder / "coordinator.db")
+        self.log.fate = self.fate
+        group = ServerGroup(self.spec.job, self.spec.layout, self.servers)
+        if not self.log.read(self.spec.job):
+            body = {"spec": self.message, "servers": group.names}
+            self.log.append(self.spec.job, "spec", body)
+        around = Surroundings(
+            folder=self.folder / self.spec.job,
+            log=self.log,
+            clock=lambda: self.time,
+            say=self.said.append,
+            settings=self.settings,
+        )
+        self.job = Job(self.spec, group, around)
+        restoring.start(self.job)
+        return self.job
+
+    def stop(self) -> None:
+        if self.log is not None:
+            self.log.close()
+        if self.job is not None:
+            self.job.servers.close()
+
+    def ask(self, method: str, **message) -> dict[str, Any]:
+        assert self.job is not None
+        request = driver.Request(method, message)
+        driver.cycle(self.job, [request])
+        return request.answer.result(timeout=0)
+
+    def next(self, learner: int, incarnation: int, after: int) -> dict[str, Any]:
+        assert self.job is not None
+        return self.job.board.wait(learner, incarnation, after, seconds=0)
+
+    def initialize(self) -> None:
+        for i, server in enumerate(self.servers):
+            server.stage("run", (0, 0, 0), float(i))
+        assert self.ask("initialize") == {"state": "ok"}
+
+    def stage(self, learner: int, incarnation: int, round: int, value: float) -> None:
+        for server in self.servers:
+            server.stage("run", (learner, incarnation, round), value)
+
+    def contribute(self, learner: int, incarnation: int, round: int, base: int, **more):
+        message = {
+            **{"learner": learner, "incarnation": incarnation, "round": round},
+            **{"base": base, "weight": 2.0, "steps": 1},
+            "sums": {"loss": 2.0 * (learner + 1), "weight": 2.0},
+            **more,
+        }
+        return self.ask("contribute", **message)
+
+
+@pytest.fixture
+def make_house(tmp_path):
+    """Makes houses in the test's folder, and closes them after it."""
+    houses: list[House] = []
+
+    def make(name: str = "service", **changes) -> House:
+        houses.append(House(tmp_path / name, **changes))
+        return houses[-1]
+
+    yield make
+    for house in houses:
+        house.stop()
+
+
+@pytest.fixture
+def killed() -> type[BaseException]:
+    return Killed
+
+
+@pytest.fixture
+def make_spec():
+    return spec_message
