@@ -58,9 +58,8 @@ def test_a_learner_that_is_killed_is_restarted_alone(tmp_path):
     ],
 )
 def test_what_of_the_service_is_restarted(role, action, restarted, tmp_path):
-    calm = [{"final": True}]
-    # Everyone is there before it dies.
-    plan = {role: [action | {"until": "seen/learner-1-0.json"}, *calm], **LEARNERS}
+    everyone = [f"seen/{name}.json" for name in FIRST]
+    plan = {role: [action | {"until": everyone}, {"final": True}], **LEARNERS}
     with RunningFleet(tmp_path, plan) as fleet:
         names = [name.replace(" ", "-") for name in restarted]
         fleet.until_seen(*FIRST, *(f"{name}-1" for name in names))
@@ -81,7 +80,7 @@ def test_it_gives_up_on_a_service_that_keeps_dying(tmp_path):
 
 def test_commits_are_progress_of_the_service(tmp_path):
     dies = [{"commit": n, "end": "kill"} for n in (1, 2, 3)]
-    waits = {"step": 1, "until": "final.json", "end": 0}
+    waits = {"step": 1, "until": ["final.json"], "end": 0}
     plan = {"coordinator": [*dies, {"final": True}], "learner 0": [waits]}
     with RunningFleet(tmp_path, plan, max_restarts=1) as fleet:
         assert fleet.status() == 0
@@ -90,8 +89,8 @@ def test_commits_are_progress_of_the_service(tmp_path):
 
 def test_a_learner_that_gave_up_is_left_behind(tmp_path):
     plan = {
-        "learner 0": [{"step": 1, "until": "stderr.seen", "end": 1}],
-        "learner 1": [{"step": 3, "until": "go", "end": 0}],
+        "learner 0": [{"step": 1, "until": ["stderr.seen"], "end": 1}],
+        "learner 1": [{"step": 3, "until": ["go"], "end": 0}],
     }
     with RunningFleet(tmp_path, plan) as fleet:
         fleet.until(lambda: "2 running at step 1 to 3; 0 restarts" in fleet.stderr)
@@ -123,6 +122,38 @@ def test_bad_input_ends_everything_and_is_shown(role, tmp_path):
             "taken'; not restarting"
         )
         assert fleet.stderr.count("the port is taken") == 1 and line in fleet.stderr
+
+
+def test_a_refusal_of_a_learners_process_is_shown(tmp_path):
+    logs = tmp_path / "learners" / "0" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-0.log").write_text("== attempt 1 ==\nlearning\n")
+    (logs / "worker-1.log").write_text("== attempt 1 ==\nmeshloom: no such model\n")
+    own = "meshloom launch: attempt 1: worker 1 exited with code 2"
+    with RunningFleet(tmp_path, {"learner 0": [{"end": 2, "say": own}]}) as fleet:
+        assert fleet.status() == exit_codes.BAD_INPUT
+        assert "(bad input), saying 'meshloom: no such model';" in fleet.stderr
+
+
+def test_restarts_by_a_learners_own_supervisor_are_counted(tmp_path):
+    events = tmp_path / "learners" / "0" / "logs" / "supervisor.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text('{"event": "restart"}\n')  # of an earlier fleet
+    with RunningFleet(tmp_path, LEARNERS) as fleet:
+        fleet.until(lambda: "2 running at step 1; 0 restarts" in fleet.stderr)
+        with open(events, "a") as file:
+            file.write('{"event": "restart"}\n' * 2)
+        fleet.until(lambda: "2 running at step 1; 2 restarts" in fleet.stderr)
+
+
+def test_steps_of_an_earlier_fleet_do_not_count(tmp_path):
+    logs = tmp_path / "learners" / "0" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "progress-0.json").write_text('{"step": 7, "time": 1}')
+    plan = {"learner 0": [{"end": 1}], "learner 1": [{}]}
+    with RunningFleet(tmp_path, plan) as fleet:
+        assert fleet.status() == exit_codes.GAVE_UP
+        assert "gave up before its first step" in fleet.stderr
 
 
 # Signals.

@@ -5,7 +5,7 @@ start, its second, ...; the last one is repeated. FOLDER is the run folder. An a
 
 - step: is reported, as a learner's process does.  commit: a row of metrics.jsonl.
 - final: writes final.json.  say: prints it.  child: starts a process of its own.
-- until: waits for this file in FOLDER.
+- until: waits for these files in FOLDER.
 - end: an exit code, "kill", or "wait" (for SIGTERM, then exits with 75; "deaf" ignores
   it). Default: "wait".
 - told: how it ends on SIGTERM, instead of 75.
@@ -46,7 +46,7 @@ def main(folder: Path, name: str, actions: list[dict]) -> int:
     new = seen / f"{name}-{start}.new"
     new.write_text(json.dumps({"pids": pids}))
     new.rename(new.with_suffix(".json"))
-    while "until" in action and not (folder / action["until"]).exists():
+    while not all((folder / file).exists() for file in action.get("until", [])):
         time.sleep(0.01)
     end = action.get("end", "wait")
     if end == "kill":
