@@ -4,6 +4,11 @@ import collections
 import statistics
 
 WINDOW = 64  # recent values that count
+# Everybody else pays for a grace, and late contributions are not lost: lags above this
+# share of the median round are those of stragglers, or of the round after.
+LONGEST = 0.25
+# Learners in step stay in step, also if one is a moment ahead of all others.
+SHORTEST = 0.01
 
 
 class Lags:
@@ -14,7 +19,7 @@ class Lags:
         self._durations: collections.deque[float] = collections.deque(maxlen=WINDOW)
 
     def add_lag(self, seconds: float) -> None:
-        """Records how long after the quorum of its commit a contribution came."""
+        """Records how long after the last quorum a contribution came."""
         self._lags.append(seconds)
 
     def add_duration(self, seconds: float) -> None:
@@ -23,17 +28,11 @@ class Lags:
 
     @property
     def grace(self) -> float:
-        """Median + 2 x MAD of the lags, at most the median round; 0 without lags.
-
-        Lags longer than the median round do not count: whoever is that late cannot be
-        waited for at a profit.
-        """
-        if not self._lags:
+        """Median + 2 x MAD of the lags, at most the median round."""
+        if not self._durations:
             return 0.0
-        longest = statistics.median(self._durations)
-        lags = [lag for lag in self._lags if lag <= longest]
-        if not lags:
-            return 0.0
+        round = statistics.median(self._durations)
+        lags = [lag for lag in self._lags if lag <= LONGEST * round] or [0.0]
         median = statistics.median(lags)
         deviation = statistics.median(abs(lag - median) for lag in lags)
-        return min(median + 2 * deviation, longest)
+        return min(max(median + 2 * deviation, SHORTEST * round), round)

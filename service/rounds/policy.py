@@ -171,7 +171,7 @@ PRESETS: dict[str, Policy] = {
         mix=0.5,
         quorum=1,
         grace=ADAPTIVE,
-        staleness=8,
+        staleness=16,
         late="merge",
         weights="tokens_squared_per_step",
         # Otherwise each straggler alone would move the parameters as far as all

@@ -46,7 +46,7 @@ class State:
         self.is_done = False
         self.decisions: list[Decision] = []
         self._lags = Lags()
-        self._quorum_times: list[float] = []  # of each version, once it has a quorum
+        self._last_quorum: float | None = None  # when the last commit had its quorum
         self._commits_of = {f: [] for f in range(policy.fragments)}
         self._num_committed = 0
 
@@ -81,13 +81,12 @@ class State:
     def note_arrival(self, member: Member) -> None:
         """Records the timing of a contribution that has just arrived."""
         self._lags.add_duration(self.time - member.released)
-        if member.base < len(self._quorum_times):
-            self._lags.add_lag(self.time - self._quorum_times[member.base])
+        if self._last_quorum is not None:
+            self._lags.add_lag(self.time - self._last_quorum)
 
     def begin_grace(self) -> float:
-        """Notes that the next commit has its quorum; returns when it is due."""
-        if len(self._quorum_times) == self.version:
-            self._quorum_times.append(self.time)
+        """Notes that a commit has its quorum; returns when it is due."""
+        self._last_quorum = self.time
         grace = self.policy.grace
         return self.time + (self._lags.grace if grace == ADAPTIVE else float(grace))
 
@@ -113,8 +112,6 @@ class State:
         is_full = policy.update == "full"
         step = self.version if is_full else self._num_committed // self.num_learners
         share = 1.0 if is_full else len(arrivals) / self.num_learners
-        if len(self._quorum_times) == self.version:
-            self._quorum_times.append(self.time)
         self.version += 1
         self._num_committed += len(arrivals)
         self._commits_of[fragment].append(self.version)
