@@ -14,7 +14,9 @@ SLOW = Cluster(step_seconds=(4.0, 1.0, 1.0, 1.0))
 
 
 def test_learners_that_never_wait_reach_the_ideal():
-    for mode in set(PRESETS) - {"backup-workers"}:
+    # The others lose contributions: those that are late, or come after the first
+    # learner has finished.
+    for mode in set(PRESETS) - {"backup-workers", "decoupled-diloco"}:
         policy = dataclasses.replace(PRESETS[mode], wait=0.0, grace=0.0)
         found = simulate(policy, EQUAL, policy.num_rounds(96))
         assert found.goodput == pytest.approx(1.0), mode
