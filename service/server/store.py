@@ -207,7 +207,9 @@ class BlockStore:
         views = []
         for block, slab, part in found:
             inside = self.layout.blocks[block].slabs[slab].box
-            views.append((part, blocks[block][slab][part.slices(inside=inside)]))
+            # The dots keep an array without dimensions an array.
+            index = (*part.slices(inside=inside), ...)
+            views.append((part, blocks[block][slab][index]))
         if len(views) == 1:
             return views[0][1]
         whole = np.empty(box.shape, dtype_of(self.layout.leaves[leaf].dtype))
@@ -368,7 +370,10 @@ class BlockStore:
         jax.block_until_ready(results)  # the buffers of the mean are used again
         new: Version = {}
         for block, (params, opt_state) in results.items():
-            new[block] = tuple(_read_only(np.asarray(params[p])) for p in params)
+            # By path: jax sorts dictionaries, slabs are in the order of the block.
+            new[block] = tuple(
+                _read_only(np.asarray(params[path])) for path in self._axes(block)
+            )
             self._opt_states[block] = opt_state
         return new
 
