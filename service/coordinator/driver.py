@@ -7,6 +7,7 @@ log together, and answered once they are on disk.
 
 import concurrent.futures
 import dataclasses
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -15,10 +16,14 @@ from typing import Any
 from ..wire.errors import Refused, Unavailable
 from . import restoring
 from .job import Job
+from .servers import ServerLost
 
 # How often leases are looked at if nothing happens.
 POLL_SECONDS = 0.25
-METHODS = ("join", "contribute", "leave", "initialize", "report", "save_now")
+_LOG = logging.getLogger(__name__)
+METHODS = (
+    *("describe", "join", "contribute", "leave", "initialize", "report", "save_now"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +57,10 @@ class Driver:
     """Runs a job in a thread of its own until it is stopped or fails.
 
     Args:
-      on_failure: called with the error that ended the job.
+      on_failure: called with the name of the job and why it ended.
     """
 
-    def __init__(self, job: Job, on_failure: Callable[[Exception], None]):
+    def __init__(self, job: Job, on_failure: Callable[[str, str], None]):
         self.job = job
         self.status: dict[str, Any] = {"state": "starting", "version": 0}
         self._on_failure = on_failure
@@ -87,6 +92,13 @@ class Driver:
         self._requests.put(None)
         self._thread.join(seconds)
 
+    def fail(self, reason: str) -> None:
+        """Tells all who ask, now and later, why the job has stopped."""
+        self.job.board.fail(
+            f"job {self.job.spec.job!r} has stopped: {reason}. Restart the service: it "
+            f"continues from the checkpoint of version {max(self.job.saved, 0)}."
+        )
+
     def _run(self) -> None:
         pending: list[Request] = []
         try:
@@ -99,9 +111,11 @@ class Driver:
                 if len(pending) < len(taken):
                     return
         except Exception as error:
-            self.job.board.fail(f"job {self.job.spec.job!r} has stopped: {error}")
+            if not isinstance(error, ValueError | OSError | ServerLost):
+                _LOG.exception("job %r has stopped", self.job.spec.job)
+            self.fail(str(error))
             self.status = {**self.status, "state": "failed", "reason": str(error)}
-            self._on_failure(error)
+            self._on_failure(self.job.spec.job, self.job.board.failure or "")
         finally:
             self._refuse(pending)
 

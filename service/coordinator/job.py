@@ -9,8 +9,7 @@ A `Job` has no threads and no clock of its own, and is called by one thread (dri
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from ..rounds.engine import Engine
@@ -29,39 +28,12 @@ from .board import Board, Place
 from .checkpoints import Checkpoint, Checkpoints
 from .commits import Key, Received
 from .history import History, make_history
-from .log import Log
 from .members import Members
 from .requests import Body, Samples
 from .run_files import RunFiles, number
 from .servers import ServerGroup
+from .settings import Surroundings
 from .spec import JobSpec
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """
-    Attributes:
-      lease_seconds: who was not heard of for so long counts as lost.
-      rejoin_seconds: how long learners may take to find a service that restarted.
-      save_every: commits between checkpoints.
-      keep_checkpoints: how many are kept; a damaged one is replaced by an older one.
-    """
-
-    lease_seconds: float = 10.0
-    rejoin_seconds: float = 60.0
-    save_every: int = 100
-    keep_checkpoints: int = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Surroundings:
-    """What a job is given: where it writes, and how it tells the time and the user."""
-
-    folder: Path
-    log: Log
-    clock: Callable[[], float]
-    say: Callable[[str], None]
-    settings: Settings
 
 
 class Job:
@@ -101,6 +73,15 @@ class Job:
         self.saved = -1  # version of the newest checkpoint
 
     # Requests. Each returns an answer, which counts once `flush` has returned.
+
+    def describe(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns where the servers are, and whether they need the parameters."""
+        del message
+        return {
+            "servers": self.servers.addresses,
+            "initialize": not self.is_initialized,
+            "version": self.engine.version,
+        }
 
     def join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Takes in a learner; tells it its incarnation."""

@@ -8,9 +8,10 @@ import pytest
 
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.coordinator import driver, restoring
-from meshloom.service.coordinator.job import Job, Settings, Surroundings
+from meshloom.service.coordinator.job import Job
 from meshloom.service.coordinator.log import Log
 from meshloom.service.coordinator.servers import ServerGroup
+from meshloom.service.coordinator.settings import Settings, Surroundings
 from meshloom.service.coordinator.spec import parse_spec
 from meshloom.service.rounds.policy import make_policy
 from meshloom.service.wire.errors import Refused

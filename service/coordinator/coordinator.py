@@ -1,0 +1,304 @@
+"""The coordinator: the calls that servers and learners make, for several jobs.
+
+Handlers look a job up under the coordinator's lock, let go of it, and then ask the
+job's own thread (driver.py) or wait at its board.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..wire.errors import Refused, Unavailable
+from .driver import Driver
+from .history import make_history
+from .job import Job
+from .log import Log
+from .servers import RemoteServer, ServerGroup
+from .settings import Settings, Surroundings
+from .spec import JobSpec, check_same, parse_spec
+
+Message = dict[str, Any]
+
+# A learner waits for the answer to a call at least this long.
+ANSWER_SECONDS = 15.0
+POLL_SECONDS = 20.0  # at most, of a learner that waits for its turn
+
+
+@dataclasses.dataclass
+class Registered:
+    """A server that said it is there, and when it was last heard of."""
+
+    server: RemoteServer
+    heard: float
+
+
+class Coordinator:
+    """All jobs of one folder.
+
+    Args:
+      num_servers: jobs are opened once so many servers have registered.
+      version: of this package; learners must have the same.
+      connect: makes a server that can be called, from its name and address.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_servers: int,
+        version: str,
+        settings: Settings,
+        connect: Callable[[str, str], RemoteServer],
+        clock: Callable[[], float],
+        say: Callable[[str], None],
+    ):
+        self._folder = folder
+        self._num_servers = num_servers
+        self._version = version
+        self._settings = settings
+        self._connect = connect
+        self._clock = clock
+        self._say = say
+        self._log = Log(folder / "coordinator.db")
+        self._changed = threading.Condition()  # guards what follows
+        self._servers: dict[str, Registered] = {}
+        self._drivers: dict[str, Driver] = {}
+        self._waiting = self._log.jobs()  # for servers, since a restart
+        self._failure: str | None = None
+        self.methods: dict[str, Callable[[Message], Message]] = {
+            "RegisterServer": self.register_server,
+            "Beat": self.beat,
+            "OpenJob": self.open_job,
+            "Initialized": lambda m: self._ask("initialize", m),
+            "Join": lambda m: self._ask("join", m),
+            "Alive": self.alive,
+            "Next": self.next,
+            "Contribute": lambda m: self._ask("contribute", m),
+            "Leave": lambda m: self._ask("leave", m),
+            "Report": lambda m: self._ask("report", m),
+            "Save": lambda m: self._ask("save_now", m),
+            "Status": self.status,
+        }
+
+    # Calls of servers.
+
+    def register_server(self, message: Message) -> Message:
+        """Takes in a server. Jobs of the log are taken up once all are there."""
+        name, address = (_text(message, field) for field in ("name", "address"))
+        if (found := message.get("version", self._version)) != self._version:
+            raise Refused(
+                f"server {name} runs meshloom {found}, the coordinator "
+                f"{self._version}. Install the same version on both."
+            )
+        server = self._connect(name, address)
+        with self._changed:
+            known = self._servers.get(name)
+            self._servers[name] = Registered(server, self._clock())
+            missing = self._num_servers - len(self._servers)
+            self._changed.notify_all()
+        if known is None:
+            need = f"; waiting for {missing} more" if missing > 0 else ""
+            self._say(f"server {name} is here{need}")
+        self._take_up_jobs()
+        return {"lease_seconds": self._settings.lease_seconds}
+
+    def beat(self, message: Message) -> Message:
+        name = _text(message, "name")
+        with self._changed:
+            if name not in self._servers:
+                raise Refused(f"server {name} is not registered here: register again")
+            self._servers[name].heard = self._clock()
+        return {}
+
+    # Calls of learners.
+
+    def open_job(self, message: Message) -> Message:
+        """Opens a job, or checks that the one of this name is the same."""
+        spec = parse_spec(message, self._version)
+        self._await(lambda: not self._missing(), "servers")
+        with self._changed:
+            driver = self._drivers.get(spec.job)
+            if driver is None:
+                driver = self._open(spec)
+        check_same(driver.job.spec, spec)
+        return driver.ask("describe", {}, ANSWER_SECONDS)
+
+    def alive(self, message: Message) -> Message:
+        """Renews a lease. The answer may be that the learner must join again."""
+        learner, incarnation = _who(message)
+        board = self._driver(message).job.board
+        board.check()
+        board.hear(learner, incarnation, self._clock())
+        answer = board.wait(learner, incarnation, after=-1, seconds=0)
+        if answer["state"] == "left":
+            raise Refused(f"learner {learner} must join again: {answer['reason']}")
+        return {}
+
+    def next(self, message: Message) -> Message:
+        """Waits until a learner may do a round after `round`."""
+        learner, incarnation = _who(message)
+        after = message.get("round", 0)
+        seconds = message.get("seconds", POLL_SECONDS)
+        if type(after) is not int or not isinstance(seconds, int | float):
+            raise Refused(f"Next: round is {after!r}, seconds is {seconds!r}")
+        board = self._driver(message).job.board
+        board.hear(learner, incarnation, self._clock())
+        seconds = min(float(seconds), POLL_SECONDS, self._settings.lease_seconds / 2)
+        answer = board.wait(learner, incarnation, after, seconds)
+        board.hear(learner, incarnation, self._clock())
+        return answer
+
+    def status(self, message: Message) -> Message:
+        """Returns the state of one job, or of everything."""
+        if "job" in message:
+            return self._driver(message).status
+        with self._changed:
+            jobs = {name: driver.status for name, driver in self._drivers.items()}
+            return {"jobs": jobs, "servers": sorted(self._servers)}
+
+    # What the process around it does.
+
+    @property
+    def failure(self) -> str | None:
+        """Why the service cannot go on, or None."""
+        with self._changed:
+            return self._failure
+
+    def watch(self) -> None:
+        """Notices servers that were not heard of; to be called every now and then."""
+        now, limit = self._clock(), self._settings.lease_seconds
+        with self._changed:
+            lost = [n for n, r in self._servers.items() if now - r.heard > limit]
+            gone = {name: self._servers.pop(name) for name in lost}
+            drivers = list(self._drivers.values())
+        for name, registered in gone.items():
+            registered.server.mark_lost()
+            reason = f"server {name} is lost: not heard of for {limit:g} s"
+            self._say(reason)
+            for driver in drivers:
+                if name in driver.job.servers.names:
+                    driver.fail(reason)
+                    self._fail(f"{driver.job.board.failure}")
+
+    def is_over(self) -> bool:
+        """Whether there were jobs, all are done, and no learner is left."""
+        with self._changed:
+            states = [driver.status for driver in self._drivers.values()]
+            is_open = bool(self._waiting)
+        done = all(s["state"] == "done" and not s["learners"] for s in states)
+        return bool(states) and not is_open and done
+
+    def stop(self, reason: str) -> list[str]:
+        """Saves and ends every job; returns a line about each."""
+        lines = []
+        with self._changed:
+            drivers = dict(self._drivers)
+        for name, driver in drivers.items():
+            try:
+                saved = driver.ask("save_now", {}, 300.0)
+                lines.append(f"{name}: saved at version {saved['version']}")
+            except (Refused, Unavailable) as error:
+                lines.append(f"{name}: not saved: {error}")
+            driver.stop(reason, seconds=ANSWER_SECONDS)
+        return lines
+
+    def close(self) -> None:
+        """Ends all jobs without saving, and lets go of the log."""
+        with self._changed:
+            drivers = list(self._drivers.values())
+        for driver in drivers:
+            driver.stop("the service has stopped", seconds=ANSWER_SECONDS)
+            driver.job.servers.close()
+        self._log.close()
+
+    def _missing(self) -> int:
+        return max(0, self._num_servers - len(self._servers))
+
+    def _await(self, is_ready: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(is_ready, ANSWER_SECONDS):
+                raise Unavailable(
+                    f"the service is waiting for {what}: {len(self._servers)} of "
+                    f"{self._num_servers} servers are here; try again"
+                )
+
+    def _driver(self, message: Message) -> Driver:
+        name = _text(message, "job")
+        self._await(lambda: name not in self._waiting, "servers")
+        with self._changed:
+            if name not in self._drivers:
+                known = sorted(self._drivers)
+                raise Refused(f"there is no job {name!r} here, but {known}; open it")
+            return self._drivers[name]
+
+    def _ask(self, method: str, message: Message) -> Message:
+        driver = self._driver(message)
+        learner, incarnation = message.get("learner"), message.get("incarnation")
+        if type(learner) is int and type(incarnation) is int:
+            driver.job.board.hear(learner, incarnation, self._clock())
+        return driver.ask(method, message, ANSWER_SECONDS)
+
+    def _take_up_jobs(self) -> None:
+        """Takes up the jobs of the log, if all servers are there."""
+        with self._changed:
+            if self._missing() or not self._waiting:
+                return
+            for name in self._waiting:
+                history = make_history(self._log.read(name))
+                assert history.spec is not None, name
+                spec = parse_spec(history.spec, history.spec["version"])
+                self._start(spec, self._group(spec))
+            self._waiting = []
+            self._changed.notify_all()
+
+    def _open(self, spec: JobSpec) -> Driver:
+        """Opens a new job; the lock is held."""
+        group = self._group(spec)
+        body = {"spec": spec.message, "servers": group.names}
+        self._log.append(spec.job, "spec", body)
+        self._say(f"{spec.job}: opened for {spec.num_learners} learners")
+        return self._start(spec, group)
+
+    def _start(self, spec: JobSpec, group: ServerGroup) -> Driver:
+        around = Surroundings(
+            folder=self._folder / spec.job,
+            log=self._log,
+            clock=self._clock,
+            say=self._say,
+            settings=self._settings,
+        )
+        driver = Driver(Job(spec, group, around), self._on_failure)
+        self._drivers[spec.job] = driver
+        return driver
+
+    def _group(self, spec: JobSpec) -> ServerGroup:
+        servers = [registered.server for registered in self._servers.values()]
+        return ServerGroup(spec.job, spec.layout, servers)
+
+    def _on_failure(self, job: str, message: str) -> None:
+        self._say(f"{job}: {message}")
+        self._fail(message)
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+
+def _text(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refused(f"{name} is {value!r}, expected a name")
+    return value
+
+
+def _who(message: Mapping[str, Any]) -> tuple[int, int]:
+    learner, incarnation = message.get("learner"), message.get("incarnation")
+    if type(learner) is not int or type(incarnation) is not int:
+        raise Refused(
+            f"learner is {learner!r} and incarnation {incarnation!r}, expected whole "
+            "numbers"
+        )
+    return learner, incarnation

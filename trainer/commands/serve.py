@@ -1,0 +1,277 @@
+"""The command `meshloom serve`: a coordinator, a server, or both in one process."""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...launch.atomic_file import replace_text
+from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
+from ...launch.stop_signals import StopSignals
+from .flags import command
+
+if TYPE_CHECKING:
+    from ...service.coordinator.coordinator import Coordinator
+
+ROLES = ("both", "coordinator", "server")
+WATCH_SECONDS = 0.5
+STATUS_SECONDS = 15.0
+REPEAT_SECONDS = 1.0  # a second signal within this time counts as the first
+# Coordinator and servers are started together, in any order.
+REGISTER_SECONDS = 60.0
+# How long a server that is told to stop answers a coordinator that still saves.
+LINGER_SECONDS = 30.0
+WILDCARDS = ("0.0.0.0", "[::]", "")
+
+
+def add(commands) -> None:
+    """Adds `serve` to the commands."""
+    parser = command(commands, "serve", run, "hold the parameters of learners")
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="the address that others use; port 0: any free one; default: %(default)s",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="job NAME lives in DIR/NAME; DIR/address has the address once it is bound",
+    )
+    parser.add_argument(
+        "--role", choices=ROLES, default="both", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--coordinator", metavar="ADDRESS", help="of the coordinator; for --role server"
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="N",
+        help="open jobs once N servers have registered; default: 1",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=100,
+        metavar="N",
+        help="commits between two checkpoints; default: %(default)s",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="a secret that all must show"
+    )
+    for name, what in (("ca", "authority"), ("cert", "certificate"), ("key", "key")):
+        parser.add_argument(
+            f"--tls-{name}", type=Path, metavar="FILE", help=f"mutual TLS: the {what}"
+        )
+    parser.add_argument(
+        "--once", action="store_true", help="exit once all jobs are done"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    token, tls = _token(args.token_file), _tls(args)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    address_file = args.folder / "address"
+    address_file.unlink(missing_ok=True)  # of a process that was killed
+    with StopSignals(REPEAT_SECONDS) as signals:
+        if args.role == "server":
+            return _serve_blocks(args, address_file, signals, token, tls)
+        return _coordinate(args, address_file, signals, token, tls)
+
+
+def _check(args: argparse.Namespace) -> None:
+    host = args.bind.rpartition(":")[0]
+    if args.role != "coordinator" and host in WILDCARDS:
+        raise ValueError(
+            f"--bind {args.bind}: learners are told this address, so it must be one at "
+            "which they reach this machine"
+        )
+    if (args.role == "server") != (args.coordinator is not None):
+        raise ValueError(
+            f"--role {args.role} with --coordinator {args.coordinator}: give the "
+            "address of the coordinator to --role server, and to no other"
+        )
+    if args.role == "server" and (args.once or args.servers is not None):
+        raise ValueError("--once and --servers are for the coordinator, not a server")
+    for flag, value in (("--servers", args.servers), ("--save-every", args.save_every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be >= 1, got {value}")
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    token = path.read_text().strip()
+    if not token:
+        raise ValueError(
+            f"--token-file {path}: the file is empty; write a secret to it"
+        )
+    return token
+
+
+def _tls(args: argparse.Namespace) -> Any:
+    files = {name: getattr(args, f"tls_{name}") for name in ("ca", "cert", "key")}
+    given = [path for path in files.values() if path is not None]
+    if not given:
+        return None
+    if len(given) < len(files):
+        missing = next(name for name, path in files.items() if path is None)
+        raise ValueError(f"--tls-{missing} is missing: TLS needs all three files")
+    from ...service.wire.credentials import Tls
+
+    return Tls(**files)
+
+
+def _coordinate(
+    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
+) -> int:
+    from ...service.coordinator.coordinator import Coordinator
+    from ...service.coordinator.servers import RemoteServer
+    from ...service.coordinator.settings import Settings
+    from ...service.wire.calls import Channel, Server
+
+    offset = time.time() - time.monotonic()  # a change of the clock ends no lease
+    coordinator = Coordinator(
+        args.folder,
+        num_servers=args.servers or 1,
+        version=metadata.version("meshloom"),
+        settings=Settings(save_every=args.save_every),
+        connect=lambda n, a: RemoteServer(n, a, Channel(a, token, tls)),
+        clock=lambda: time.monotonic() + offset,
+        say=_say,
+    )
+    calls = blocks = None
+    try:
+        calls = Server(args.bind, coordinator.methods, {}, token, tls)
+        host = args.bind.rpartition(":")[0]
+        address = f"{host}:{calls.port}"
+        if args.role == "both":
+            blocks = _make_server(f"{host}:0", address, token, tls)
+        replace_text(address_file, address + "\n")
+        _say(f"{args.role} at {address}, folder {args.folder}")
+        return _watch(coordinator, signals, args.once)
+    finally:
+        address_file.unlink(missing_ok=True)
+        coordinator.close()
+        for part in (calls, blocks):
+            if part is not None:
+                part.close()
+
+
+def _watch(coordinator: "Coordinator", signals: StopSignals, once: bool) -> int:
+    """Waits for the end: a signal, a failure, or that all jobs are done."""
+    status = StatusLines(time.monotonic)
+    while not signals.told:
+        coordinator.watch()
+        if (failure := coordinator.failure) is not None:
+            raise Unreachable(failure)
+        if once and coordinator.is_over():
+            _say("all jobs are done")
+            return DONE
+        for line in status.lines(coordinator.status({})["jobs"]):
+            _say(line)
+        time.sleep(WATCH_SECONDS)
+    _say("asked to stop: saving")
+    for line in coordinator.stop("the service was asked to stop; it will continue"):
+        _say(line)
+    return PREEMPTED
+
+
+def _serve_blocks(
+    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
+) -> int:
+    from ...service.wire.calls import Channel
+    from ...service.wire.errors import Unavailable
+
+    server = _make_server(args.bind, args.coordinator, token, tls, signals)
+    try:
+        replace_text(address_file, server.address + "\n")
+        _say(f"server at {server.address}, coordinator {args.coordinator}")
+        while not signals.told:
+            time.sleep(WATCH_SECONDS)
+        # The coordinator may have been told too, and needs the servers to save.
+        channel = Channel(args.coordinator, token, tls)
+        deadline = time.monotonic() + LINGER_SECONDS
+        try:
+            while time.monotonic() < deadline and len(signals.told) == 1:
+                channel.call("Status", {}, WATCH_SECONDS)
+                time.sleep(WATCH_SECONDS)
+        except Unavailable:
+            pass  # it is gone: nobody needs this server any more
+        finally:
+            channel.close()
+        return PREEMPTED
+    finally:
+        address_file.unlink(missing_ok=True)
+        server.close()
+
+
+def _make_server(
+    bind: str, coordinator: str, token, tls, signals: StopSignals | None = None
+):
+    """Starts a server and registers it, which may take until the coordinator is up."""
+    from ...service.server.server import ServerProcess
+    from ...service.wire.errors import Unavailable
+    from ..run.exchange_update import make_update
+    from .devices import use_cpu
+
+    use_cpu(1)
+    deadline = time.monotonic() + REGISTER_SECONDS
+    while True:
+        try:
+            return ServerProcess(
+                bind,
+                coordinator=coordinator,
+                make_update=make_update,
+                token=token,
+                tls=tls,
+            )
+        except Unavailable as error:
+            if time.monotonic() > deadline or (signals is not None and signals.told):
+                raise Unreachable(
+                    f"the coordinator {coordinator} does not answer: {error}"
+                ) from error
+            time.sleep(WATCH_SECONDS)
+
+
+class StatusLines:
+    """One line about each job that moves, a few times a minute."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._shown: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def lines(self, jobs: dict[str, dict[str, Any]]) -> list[str]:
+        """Returns what is to be shown now."""
+        now, found = self._clock(), []
+        for name, status in jobs.items():
+            then, before = self._shown.get(name, (now, None))
+            if before is None:
+                self._shown[name] = now, status
+            elif now - then >= STATUS_SECONDS:
+                self._shown[name] = now, status
+                if status != before:
+                    found.append(_status_line(name, before, status, now - then))
+        return found
+
+
+def _status_line(name: str, before: dict, now: dict, seconds: float) -> str:
+    rounds = (now["version"] - before["version"]) / seconds
+    moved = (now.get("bytes", 0) - before.get("bytes", 0)) / seconds
+    return (
+        f"{name}: {now['state']}, version {now['version']}, {rounds:.2g} rounds/s, "
+        f"learners {now.get('learners', 0)}/{now.get('num_learners', 0)} "
+        f"({now.get('waiting', 0)} waiting), {moved / 1e6:.3g} MB/s"
+    )
+
+
+def _say(text: str) -> None:
+    """Writes a line to stdout at once, also into a pipe or from several threads."""
+    os.write(1, f"meshloom serve: {text}\n".encode())
