@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import flags
+from .. import flags, fleet_flags
 from ..logs import Logs
 from ..target import Attempt, Command, Target, carried, local_host, rank_command
 
@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="default: one per slot of the hostfile",
+        help="default: one per slot of the hostfile; with --learners, those of each",
     )
     parser.add_argument(
         "--hostfile",
@@ -47,12 +47,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "be repeated",
     )
     flags.add_carried(parser)
+    fleet_flags.add(parser)
     flags.add_supervision(parser)
     flags.add_command(parser)
 
 
 def launch(args: argparse.Namespace) -> int:
     slots = [] if args.hostfile is None else read_hostfile(args.hostfile)
+    if fleet_flags.is_given(args):
+        return _launch_fleet(args, slots)
     processes = args.processes if args.processes is not None else len(slots)
     if not processes:
         raise ValueError("--processes is required without --hostfile")
@@ -71,6 +74,31 @@ def launch(args: argparse.Namespace) -> int:
             f"{len(slots)}. Add hosts or slots to it."
         )
     return flags.supervise(target, args, processes)
+
+
+def _launch_fleet(args: argparse.Namespace, slots: list[str]) -> int:
+    """Runs the service here, and each learner on its share of the slots."""
+    find_flavour(args.mpirun)  # raises before anything is started
+    own = [f"--mpi-option={option}" for option in args.mpi_option]
+    own += [f"--env={name}" for name in args.env]
+    own += fleet_flags.given(args, "mpirun")
+    if not slots:
+        processes = 1 if args.processes is None else args.processes
+        own.append(f"--processes={processes}")
+        shares = [fleet_flags.Share(own)] * args.learners
+        return fleet_flags.launch(args, "mpi", shares, processes=processes)
+    groups = fleet_flags.divide("slots", slots, args.learners)
+    processes = len(groups[0]) if args.processes is None else args.processes
+    folder = flags.log_folder(args)
+    folder.mkdir(parents=True, exist_ok=True)
+    shares = []
+    for number, group in enumerate(groups):
+        path = folder.absolute() / f"hostfile-{number}"
+        lines = [f"{host} slots={group.count(host)}\n" for host in dict.fromkeys(group)]
+        path.write_text("".join(lines))
+        flags_of = [f"--hostfile={path}", f"--processes={processes}", *own]
+        shares.append(fleet_flags.Share(flags_of))
+    return fleet_flags.launch(args, "mpi", shares, processes=processes, hosts=slots)
 
 
 class Mpi(Target):

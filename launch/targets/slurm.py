@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from .. import flags
+from .. import flags, fleet_flags
 from ..exit_codes import PREEMPTED
 from ..logs import Logs, say
 from ..schedulers import expand
@@ -64,6 +64,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach", action="store_true", help="submit the job without following it"
     )
+    parser.add_argument(
+        "--nodelist",
+        metavar="NODES",
+        help="inside an allocation: use only these of its nodes",
+    )
     parser.add_argument("--tasks-per-node", type=int, default=1, metavar="N")
     parser.add_argument("--gpus-per-node", type=int, metavar="N")
     parser.add_argument("--cpus-per-task", type=int, metavar="N")
@@ -84,6 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not requeue the job when it is preempted or out of time",
     )
+    fleet_flags.add(parser)
     flags.add_supervision(parser)
     flags.add_command(parser)
 
@@ -98,14 +104,20 @@ def launch(args: argparse.Namespace) -> int:
             f"--gpus-per-node {args.gpus_per_node} cannot be divided among "
             f"--tasks-per-node {args.tasks_per_node} processes"
         )
+    is_fleet = fleet_flags.is_given(args)
     if job := os.environ.get("SLURM_JOB_ID"):
-        return _inside(args, job)
+        return _inside(args, job, is_fleet)
+    if args.nodelist is not None:
+        raise ValueError(
+            "--nodelist is for inside an allocation; for a new job use "
+            f"--sbatch-option=--nodelist={args.nodelist}"
+        )
     from .slurm_job import SlurmJob
 
     return SlurmJob(args).run()
 
 
-def _inside(args: argparse.Namespace, job: str) -> int:
+def _inside(args: argparse.Namespace, job: str, is_fleet: bool) -> int:
     given = [name for name in OF_THE_JOB if getattr(args, name) is not None]
     given += [
         n for n in ("env", "sbatch_option", "dry_run", "detach") if getattr(args, n)
@@ -120,17 +132,46 @@ def _inside(args: argparse.Namespace, job: str) -> int:
             f"SLURM_JOB_ID is {job}, but SLURM_JOB_NODELIST is not set. Unset the "
             "first to submit a job, or run this in a shell that salloc started."
         )
-    target = SlurmStep(
-        flags.process(args),
-        expand(os.environ["SLURM_JOB_NODELIST"]),
-        args.tasks_per_node,
-        options=step_options(args),
-        cpu_devices=flags.cpu_devices(args),
-    )
-    status = flags.supervise(target, args, target.most)
+    nodes = _nodes(args, expand(os.environ["SLURM_JOB_NODELIST"]), job)
+    if is_fleet:
+        status = _launch_fleet(args, nodes)
+    else:
+        target = SlurmStep(
+            flags.process(args),
+            nodes,
+            args.tasks_per_node,
+            options=step_options(args),
+            cpu_devices=flags.cpu_devices(args),
+        )
+        status = flags.supervise(target, args, target.most)
     if status == PREEMPTED and not args.no_requeue:
         _requeue(job)
     return status
+
+
+def _nodes(args: argparse.Namespace, nodes: list[str], job: str) -> list[str]:
+    if args.nodelist is None:
+        return nodes
+    chosen = expand(args.nodelist)
+    if missing := [node for node in chosen if node not in nodes]:
+        raise ValueError(
+            f"--nodelist has {missing[0]}, which is not a node of job {job}; expected "
+            f"some of {','.join(nodes)}"
+        )
+    return chosen
+
+
+def _launch_fleet(args: argparse.Namespace, nodes: list[str]) -> int:
+    """Runs the service here, and each learner on its share of the nodes."""
+    groups = fleet_flags.divide("nodes", nodes, args.learners)
+    own = ["--no-requeue", *[f"--srun-option={o}" for o in args.srun_option]]
+    for name in ("tasks_per_node", "gpus_per_node", "cpus_per_task"):
+        own += fleet_flags.given(args, name)
+    for name in ("container_image", "container_mounts"):
+        own += fleet_flags.given(args, name)
+    shares = [fleet_flags.Share([f"--nodelist={','.join(g)}", *own]) for g in groups]
+    processes = len(groups[0]) * args.tasks_per_node
+    return fleet_flags.launch(args, "slurm", shares, processes=processes, hosts=nodes)
 
 
 def step_options(args: argparse.Namespace) -> list[str]:
@@ -175,6 +216,7 @@ class SlurmStep(Target):
         argv = [
             *("srun", f"--nodes={len(set(hosts))}", f"--ntasks={len(hosts)}"),
             *(f"--ntasks-per-node={self._each}", "--distribution=block"),
+            f"--nodelist={','.join(dict.fromkeys(hosts))}",
             # A task that fails ends the others; our own guard writes the logs.
             *("--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none", "--export=ALL"),
             *(*self._options, *rank_command(self.command, logs)),

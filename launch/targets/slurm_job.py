@@ -157,6 +157,9 @@ class SlurmJob(Submitted):
             command += _given(args, name)
         command += [f"--srun-option={option}" for option in args.srun_option]
         command += ["--no-requeue"] * args.no_requeue
+        for name in ("learners", "servers", "save_commits", "service_host"):
+            command += _given(args, name)
+        command += [f"--each={text}" for text in args.each]
         return [*command, f"--logs={self._logs}", "--", *args.command]
 
 

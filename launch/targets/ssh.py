@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import flags
+from .. import flags, fleet_flags
 from ..logs import Logs
 from ..target import Attempt, Command, Target, carried, local_host, own_variables
 
@@ -48,6 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a host ends its processes after S seconds without contact; default: 30",
     )
     flags.add_carried(parser)
+    fleet_flags.add(parser)
     flags.add_supervision(parser)
     flags.add_command(parser)
 
@@ -70,6 +71,8 @@ def launch(args: argparse.Namespace) -> int:
     ssh = shlex.split(args.ssh)
     if not ssh or shutil.which(ssh[0]) is None:
         raise ValueError(f"--ssh {args.ssh!r}: command not found")
+    if fleet_flags.is_given(args):
+        return _launch_fleet(args, hosts)
     target = Ssh(
         flags.process(args),
         [host for host in hosts for _ in range(args.processes_per_host)],
@@ -79,6 +82,17 @@ def launch(args: argparse.Namespace) -> int:
         cpu_devices=flags.cpu_devices(args),
     )
     return flags.supervise(target, args, target.most)
+
+
+def _launch_fleet(args: argparse.Namespace, hosts: list[str]) -> int:
+    """Runs the service here, and each learner on its share of the hosts."""
+    groups = fleet_flags.divide("hosts", hosts, args.learners)
+    own = [f"--env={name}" for name in args.env]
+    for name in ("processes_per_host", "ssh", "silence_seconds"):
+        own += fleet_flags.given(args, name)
+    shares = [fleet_flags.Share([f"--hosts={','.join(g)}", *own]) for g in groups]
+    processes = len(groups[0]) * args.processes_per_host
+    return fleet_flags.launch(args, "ssh", shares, processes=processes, hosts=hosts)
 
 
 class Ssh(Target):
