@@ -1,6 +1,7 @@
 """A learner's calls to the coordinator, made by its first process alone."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from ..wire.errors import Refused, Unavailable
 POLL_SECONDS = 10.0
 CALL_SECONDS = 20.0
 BEAT_SECONDS = 2.0
+# How long a coordinator that does not answer is waited for; every call can be repeated.
+RETRY_SECONDS, PAUSE_SECONDS = 45.0, 0.5
 
 
 class Client:
@@ -29,7 +32,7 @@ class Client:
 
     def open(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Opens the job, or checks that the one that is open is the same."""
-        return self._channel.call("OpenJob", dict(spec), CALL_SECONDS)
+        return self._retried("OpenJob", dict(spec), CALL_SECONDS)
 
     def initialized(self) -> dict[str, Any]:
         """Tells that the initial parameters are on the servers."""
@@ -71,7 +74,20 @@ class Client:
     ) -> dict[str, Any]:
         who = {"job": self.job, "learner": self.learner}
         message = {**who, "incarnation": self.incarnation, **fields}
-        return self._channel.call(method, message, seconds)
+        return self._retried(method, message, seconds)
+
+    def _retried(
+        self, method: str, message: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Repeats a call while the coordinator may be restarting."""
+        deadline = time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                return self._channel.call(method, message, seconds)
+            except Unavailable:
+                if self._closed.is_set() or time.monotonic() > deadline:
+                    raise
+            self._closed.wait(PAUSE_SECONDS)
 
     def _beat(self) -> None:
         """Renews the lease while local steps run, which call nothing themselves."""

@@ -139,6 +139,11 @@ class Exchange:
             self._mover.close()
         self._client.close()
 
+    @property
+    def who(self) -> dict[str, int]:
+        """Which learner this is, for the record."""
+        return {"learner": self._client.learner, "incarnation": self._incarnation}
+
     # Moving parameters.
 
     def pull(self, state: Any) -> Any:

@@ -87,6 +87,13 @@ class Config:
         policy = self.policy
         if self.is_on:
             policy.check_learners(self.learners)
+        if policy.outer is None and self.paths != ("*",):
+            raise ValueError(
+                f"paths={list(self.paths)}: in mode {self.mode!r} the servers run the "
+                "optimizer, so parameters that stay with a learner would never be "
+                "trained. Exchange all of them, or choose a mode with local steps, "
+                "such as diloco."
+            )
 
     @property
     def is_on(self) -> bool:

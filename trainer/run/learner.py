@@ -146,6 +146,7 @@ class Learner:
         turn = self._exchange.turn
         self._ledger.event(
             "joined",
+            **self._exchange.who,
             round=turn.round,
             version=turn.version,
             step=self.step,
@@ -222,6 +223,7 @@ class Learner:
         turn = send({"steps": ended - self.step, "samples": self._samples(ended)})
         self._ledger.event(
             "round",
+            **self._exchange.who,
             round=before.round,
             base=before.version,
             first_step=self.step + 1,

@@ -1,0 +1,299 @@
+"""`meshloom rounds replay`: recomputes a training between groups from its commit log.
+
+Timing decides what is in the log, never what the log means: the log says which rounds
+of which learners make each commit, and a round is a function of the version that it
+starts from, of the learner's own optimizer state and of its samples. So one process can
+compute everything again, in the order of the commits, and must find the same digests.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...service.blocks.digest import digest_of
+from ...service.blocks.layout import Layout
+from ...service.learner import shards
+from ...service.rounds.policy import Policy
+from ...service.server.store import BlockStore
+from ...sharding import MeshSpec
+from ...sharding.mesh import AXES
+from ..config import files as config_files
+from ..data import Order
+from ..data.batches import device_batches
+from ..program.state import State
+from ..record import metrics
+from ..record.ledger import Ledger
+from ..record.run_folder import CONFIG_GIN
+from ..run.exchange_update import make_update
+from ..run.learner import Exchanged
+from ..run.prepare import Prepared, prepare
+from ..run.train import Config
+
+Key = tuple[int, int, int]  # learner, incarnation, round
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """A round that a learner has computed.
+
+    Attributes:
+      base: the version that it started from.
+      first, stop: its local steps are first + 1 .. stop.
+      optimizer_step: of the checkpoint that the learner's own optimizer state came
+        from, if it joined right before this round; None if it just went on.
+    """
+
+    key: Key
+    base: int
+    first: int
+    stop: int
+    optimizer_step: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a replay found.
+
+    Attributes:
+      different: paths of leaves whose final digest is another one.
+      norms: versions whose gradient norm is another one.
+    """
+
+    commits: int
+    rounds: int
+    different: tuple[str, ...]
+    norms: tuple[int, ...]
+    num_leaves: int
+
+    @property
+    def passed(self) -> bool:
+        return not self.different and not self.norms
+
+    def __str__(self) -> str:
+        what = f"{self.commits} commits of {self.rounds} rounds recomputed"
+        if self.passed:
+            return f"{what}: all {self.num_leaves} arrays are bit-equal"
+        lines = [f"{what}: FAILED"]
+        if self.norms:
+            lines.append(f"  first different gradient norm: commit {self.norms[0]}")
+        lines += [f"  different final digest: {path}" for path in self.different[:5]]
+        if len(self.different) > 5:
+            lines.append(f"  and {len(self.different) - 5} more arrays")
+        return "\n".join(lines)
+
+
+def replay(run: Path, log: Callable[[str], None] = print) -> Verdict:
+    """Recomputes a finished run; this process needs devices for the largest mesh."""
+    spec, final = _read(run, "spec.json"), _read(run, "final.json")
+    commits = metrics.read(run / "commits.jsonl")
+    rounds = find_rounds(run, commits, Policy.from_json(spec["policy"]))
+    replayer = Replayer(run, spec, rounds)
+    norms = []
+    for number, commit in enumerate(commits, start=1):
+        if not replayer.commit(commit, commits[number:]):
+            norms.append(int(commit["version"]))
+        if number % max(len(commits) // 10, 1) == 0:
+            log(f"commit {number} of {len(commits)}")
+    found = replayer.digests()
+    different = tuple(p for p, digest in final["digests"].items() if found[p] != digest)
+    return Verdict(
+        len(commits), replayer.num_computed, different, tuple(norms), len(found)
+    )
+
+
+def _read(run: Path, name: str) -> dict[str, Any]:
+    path = run / name
+    if not path.exists():
+        raise ValueError(
+            f"{path} is missing: expected the folder of a finished training between "
+            "learners, as `meshloom serve` writes it"
+        )
+    return json.loads(path.read_text())
+
+
+def find_rounds(
+    run: Path, commits: Sequence[Mapping[str, Any]], policy: Policy
+) -> dict[int, list[Round]]:
+    """Returns the rounds of each learner in the order in which it computed them.
+
+    Most are in a commit. Those that were dropped count too, because they changed the
+    learner's own optimizer state; they are in its ledger.
+    """
+    bases: dict[Key, int] = {}
+    joined: dict[tuple[int, int], Mapping[str, Any]] = {}
+    for commit in commits:
+        for part in commit["contributions"]:
+            key = (part["learner"], part["incarnation"], part["round"])
+            bases[key] = part["base"]
+    for folder in (run / "learners").iterdir():
+        for row in Ledger(folder, is_writer=False).read():
+            if row["event"] == "joined":
+                joined[row["learner"], row["incarnation"]] = row
+            elif row["event"] == "round":
+                bases[row["learner"], row["incarnation"], row["round"]] = row["base"]
+    found: dict[int, list[Round]] = {}
+    for key in sorted(bases):
+        learner, incarnation, number = key
+        own = found.setdefault(learner, [])
+        is_first = not own or own[-1].key[1] != incarnation
+        start = joined.get((learner, incarnation), {}) if is_first else {}
+        first, stop = policy.steps_before(number), policy.steps_before(number + 1)
+        own.append(Round(key, bases[key], first, stop, start.get("optimizer_step")))
+    return found
+
+
+class Replayer:
+    """Computes rounds and commits again, in one process."""
+
+    def __init__(
+        self, run: Path, spec: Mapping[str, Any], rounds: dict[int, list[Round]]
+    ):
+        self._policy = Policy.from_json(spec["policy"])
+        self._store = BlockStore(spec, make_update=make_update)
+        self._layout: Layout = self._store.layout
+        self._todo = rounds
+        self._learners = {
+            number: _Replayed(run / "learners" / str(number), own)
+            for number, own in rounds.items()
+        }
+        self.num_computed = 0
+        first = self._learners[min(self._learners)]
+        self._stage((0, 0, 0), shards.to_host(first.of(first.initial().params)), None)
+
+    def commit(
+        self, commit: Mapping[str, Any], later: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Applies a commit; returns whether its gradient norm is the one in the log."""
+        parts = commit["contributions"]
+        for part in parts:
+            self._compute((part["learner"], part["incarnation"], part["round"]))
+        merged = self._store.merge(
+            commit["version"], commit["fragment"], parts, commit["divisor"]
+        )
+        used = {_key(part) for row in later for part in row["contributions"]}
+        self._store.apply(
+            commit["version"],
+            commit["scale"],
+            commit["update_step"],
+            commit["share"],
+            keep={r.base for own in self._todo.values() for r in own},
+            drop=[list(_key(part)) for part in parts if _key(part) not in used],
+        )
+        return _same_norm(merged["sum_of_squares"], commit["norm"])
+
+    def digests(self) -> dict[str, str]:
+        newest = self._store.newest
+        assert newest is not None
+        sums = self._store.digest_lanes(newest)
+        return {x.path: digest_of(x, sums[x.path]) for x in self._layout.leaves}
+
+    def _compute(self, key: Key) -> None:
+        """Computes the rounds of a learner up to this one, unless that was done."""
+        own = self._todo[key[0]]
+        while any(round.key == key for round in own):
+            round = own.pop(0)
+            learner = self._learners[key[0]]
+            state = learner.start(round, self._base(learner, round.base))
+            base = shards.to_host(learner.of(state.params))
+            payload = learner.run(state, round, self._policy.outer is None)
+            if self._policy.outer is not None:
+                payload = shards.difference(base, payload)
+            fragment = None
+            if self._policy.fragments > 1:
+                fragment = self._policy.fragment_of(round.key[2])
+            self._stage(round.key, payload, fragment)
+            self.num_computed += 1
+
+    def _base(self, learner: "_Replayed", version: int) -> dict[int, jax.Array]:
+        """Returns the parameters of a version on the mesh of a learner."""
+        like = learner.like
+        buffers = shards.wanted(
+            {leaf: x.shape for leaf, x in like.items()},
+            {leaf: x.sharding for leaf, x in like.items()},
+        )
+        for (leaf, box), buffer in buffers.items():
+            buffer[...] = self._store.read(version, leaf, box)
+        return shards.to_devices(buffers, like)
+
+    def _stage(self, key: Key, host: shards.Host, fragment: int | None) -> None:
+        for piece in shards.to_pieces(self._layout, host, fragment):
+            self._store.stage(*key, piece.block, piece.slab, piece.start, piece.array)
+
+
+class _Replayed:
+    """One learner of a run, on a mesh like its own."""
+
+    def __init__(self, folder: Path, rounds: Sequence[Round]):
+        loaded = config_files.load([str(folder / CONFIG_GIN)], (), root=Config)
+        config = dataclasses.replace(loaded.config, mesh=_mesh_of(folder))
+        size = math.prod(getattr(config.mesh, axis) for axis in AXES)
+        self._prepared: Prepared = prepare(config, jax.devices()[:size])
+        self._exchanged = Exchanged(self._prepared, config.exchange)
+        self.of, self.like = self._exchanged.of, self._exchanged.like
+        self._state: State | None = None
+        # States after these steps are needed again, by a later incarnation.
+        self._saved_at = {r.optimizer_step for r in rounds if r.optimizer_step}
+        self._saved: dict[int, State] = {}
+
+    def initial(self) -> State:
+        key = jax.random.key(self._prepared.config.seed)
+        return self._prepared.layout.create(key, self._prepared.mesh)
+
+    def start(self, round: Round, base: dict[int, jax.Array]) -> State:
+        """Returns the state that a round starts from."""
+        if round.optimizer_step:
+            self._state = _copy(self._saved[round.optimizer_step])
+        elif round.optimizer_step == 0 or self._state is None:
+            self._state = self.initial()
+        state = self._exchanged.put(self._state, base)
+        return self._exchanged.at_step(state, round.first)
+
+    def run(self, state: State, round: Round, sends_gradients: bool) -> shards.Host:
+        """Computes a round; returns its gradients, or the parameters at its end."""
+        prepared, config = self._prepared, self._prepared.config
+        batches = device_batches(
+            prepared.train_data,
+            Order(len(prepared.train_data), config.seed),
+            batch_size=prepared.batch_size,
+            shardings=prepared.program.batch_shardings,
+            share=config.exchange.share,
+            start=round.first,
+            stop=round.stop,
+        )
+        with batches:
+            if sends_gradients:
+                grads = prepared.program.gradients(state, next(batches))
+                return shards.to_host(self.of(grads.params))
+            step_fn = prepared.compile()
+            for step, batch in enumerate(batches, start=round.first + 1):
+                state, _ = step_fn(state, batch)
+                if step in self._saved_at:
+                    self._saved[step] = _copy(state)
+        self._state = state
+        return shards.to_host(self.of(state.params))
+
+
+def _copy(state: State) -> State:
+    """Returns a state that a step can consume without taking the original with it."""
+    return jax.tree.map(lambda x: x.copy(), state)
+
+
+def _mesh_of(folder: Path) -> MeshSpec:
+    """Returns the mesh that a learner had, with all its sizes."""
+    text = json.loads((folder / "environment.json").read_text())["mesh"]
+    return MeshSpec() if text == "1" else MeshSpec.parse(text)
+
+
+def _key(part: Mapping[str, Any]) -> Key:
+    return part["learner"], part["incarnation"], part["round"]
+
+
+def _same_norm(sum_of_squares: float, logged: float) -> bool:
+    norm = float(np.float32(np.sqrt(np.float64(sum_of_squares))))
+    return norm == logged or (norm != norm and logged != logged)
