@@ -17,6 +17,7 @@ from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.rounds.policy import Outer, Policy
 from meshloom.service.wire.calls import Channel
 from meshloom.service.wire.errors import Refused, Unavailable
+from meshloom.trainer.program.digest import tree_digests
 
 pytestmark = pytest.mark.processes
 
@@ -200,7 +201,8 @@ def test_two_jobs_share_one_service_and_do_not_meet(service):
     for learners in jobs:
         play_to_the_end(learners)
         np.testing.assert_allclose(learners[0].pull(NUM_ROUNDS), expected(), rtol=1e-6)
-    assert final(service, "one")["digests"] == final(service, "two")["digests"]
+        digests = tree_digests({"w": learners[0].pull(NUM_ROUNDS)})
+        assert final(service, learners[0].job)["digests"] == digests
     for learners in jobs:
         for learner in learners:
             learner.call("Leave", reason="done")
@@ -293,3 +295,31 @@ def test_a_stranger_is_refused(service, tmp_path):
     channel = Channel(service.address(), token="a secret")
     assert channel.call("Status", {}, 10)["jobs"] == {}
     channel.close()
+
+
+def run(*flags: str, folder) -> tuple[int, str]:
+    """Runs the command with flags that it refuses."""
+    done = subprocess.run(
+        [*SERVE, "--folder", str(folder), *flags],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    return done.returncode, done.stderr.strip()
+
+
+BAD_FLAGS = {
+    "no coordinator": (["--role", "server"], "give the address of the coordinator"),
+    "wildcard": (["--bind", "0.0.0.0:0"], "it must be one at which they reach"),
+    "open": (["--bind", "10.0.0.1:0"], "so set a token or TLS files"),
+    "half of TLS": (["--tls-ca", "ca.pem"], "--tls-cert is missing: TLS needs all"),
+    "no servers": (["--servers", "0"], "--servers must be >= 1, got 0"),
+    "no bind": (["--bind", "here"], "expected HOST:PORT"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_FLAGS)
+def test_flags_that_cannot_work_are_one_line(tmp_path, bad):
+    flags, message = BAD_FLAGS[bad]
+    status, error = run(*flags, folder=tmp_path)
+    assert status == 2 and message in error and len(error.splitlines()) == 1, error
