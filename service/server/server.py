@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
 from ..blocks.box import Box
@@ -19,6 +20,8 @@ from .store import BlockStore
 from .update import MakeUpdate, no_optimizers
 
 BEAT_SECONDS = 2.0
+# With the last server the coordinator takes up its jobs, which loads checkpoints.
+REGISTER_SECONDS = 300.0
 # What a store is made of; the rest of a job's spec is for others.
 PARTS = ("layout", "policy", "update")
 _LOG = logging.getLogger(__name__)
@@ -229,8 +232,9 @@ class ServerProcess:
         self._server.close()
 
     def _register(self) -> None:
-        message = {"name": self.name, "address": self.address}
-        self._channel.call("RegisterServer", message, 20.0)
+        version = metadata.version("meshloom")
+        message = {"name": self.name, "address": self.address, "version": version}
+        self._channel.call("RegisterServer", message, REGISTER_SECONDS)
 
     def _beat(self) -> None:
         is_reached = True

@@ -245,7 +245,7 @@ def test_a_server_registers_beats_and_registers_again(monkeypatch):
     def register(message):
         calls.append("RegisterServer")
         known.add(message["name"])
-        assert message["address"].startswith("127.0.0.1:")
+        assert message["address"].startswith("127.0.0.1:") and message["version"]
         return {}
 
     def beat(message):

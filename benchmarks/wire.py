@@ -1,0 +1,159 @@
+"""Measures push and pull of tensors against a bare gRPC stream of the same chunks.
+
+    python benchmarks/wire.py [--mib 64] [--rounds 7]
+
+A server in a process of its own, on loopback. Both sides alternate in one run. The bare
+stream sends as many 2 MiB chunks, made beforehand, and does nothing with them; ours
+addresses pieces, computes and compares CRC32C, and copies into the staging buffers.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from meshloom.service.blocks.layout import Box, Layout, Leaf, make_layout
+from meshloom.service.blocks.pieces import pieces
+from meshloom.service.server.server import BlockServer
+from meshloom.service.wire.calls import Channel, Download, Server, Upload
+from meshloom.service.wire.tensors import CHUNK
+
+OUTER = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
+
+
+def serve() -> None:
+    """Runs a server with two more streams, until its input is closed."""
+    blocks = BlockServer()
+    chunks: list[bytes] = []
+
+    def prepare(message):
+        chunks.extend(bytes(CHUNK) for _ in range(message["num"]))
+        return {}
+
+    def swallow(messages):
+        return {"bytes": sum(map(len, messages))}
+
+    def pour(message):
+        return iter(chunks)
+
+    bare = {"Swallow": Upload(swallow), "Pour": Download(pour)}
+    methods = {**blocks.methods, "Prepare": prepare}
+    server = Server("127.0.0.1:0", methods, {**blocks.streams, **bare})
+    print(server.port, flush=True)
+    sys.stdin.read()
+    server.close(0)
+
+
+def measure(channel: Channel, layout: Layout, args: argparse.Namespace) -> dict:
+    """Returns seconds of each round, by what was moved."""
+    array = np.random.default_rng(0).normal(size=layout.leaves[0].shape)
+    array = array.astype(np.float32)
+    whole = Box.whole(array.shape)
+    rows = [
+        (block, slab, box.start, array[box.slices()])
+        for block, slab, box in pieces(layout, 0, whole)
+    ]
+    into = {
+        (0, box): np.empty(box.shape, np.float32)
+        for _, _, box in pieces(layout, 0, whole)
+    }
+    num = array.nbytes // CHUNK
+    flat = array.reshape(-1).view(np.uint8)
+    chunks = [flat[i * CHUNK :][:CHUNK].tobytes() for i in range(num)]
+    channel.call("Prepare", {"num": num})
+    channel.push("wire", 0, 0, 0, rows)
+
+    def push(n: int) -> None:
+        channel.push("wire", 0, 0, n + 1, rows)
+
+    def pull(n: int) -> None:
+        channel.pull("wire", 0, list(into), into)
+
+    def bare_push(n: int) -> None:
+        channel.upload("Swallow", iter(chunks))
+
+    def bare_pull(n: int) -> None:
+        total = sum(map(len, channel.download("Pour", {})))
+        assert total == array.nbytes
+
+    movers: dict[str, Callable[[int], None]] = {
+        "push": push,
+        "bare push": bare_push,
+        "pull": pull,
+        "bare pull": bare_pull,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in movers}
+    for n in range(args.rounds + 1):  # the first is a warm-up
+        for name, move in movers.items():
+            begin = time.perf_counter()
+            move(n)
+            if n:
+                seconds[name].append(time.perf_counter() - begin)
+        # A contribution is dropped after its commit, and its buffers are used again.
+        channel.call("Drop", {"job": "wire", "contributions": [[0, 0, n + 1]]})
+    assert all(np.array_equal(into[0, box], array[box.slices()]) for _, box in into)
+    return seconds
+
+
+def summary(seconds: dict[str, list[float]], nbytes: int) -> dict:
+    """Returns throughputs, and medians of the ratios of neighbouring rounds."""
+    ours = [a + b for a, b in zip(seconds["push"], seconds["pull"], strict=True)]
+    bare = [
+        a + b for a, b in zip(seconds["bare push"], seconds["bare pull"], strict=True)
+    ]
+    found: dict = {
+        f"{name.replace(' ', '_')}_gb_s": round(nbytes / 1e9 / statistics.median(s), 3)
+        for name, s in seconds.items()
+    }
+    for name, one, other in (
+        ("push", seconds["push"], seconds["bare push"]),
+        ("pull", seconds["pull"], seconds["bare pull"]),
+        ("both", ours, bare),
+    ):
+        ratios = [b / a for a, b in zip(one, other, strict=True)]
+        found[f"{name}_over_bare"] = round(statistics.median(ratios), 3)
+    return {"bytes": nbytes, "chunk": CHUNK, "rounds": len(ours), **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return serve()
+    leaf = Leaf("w", (args.mib, 512, 512), "float32", ("layer", None, None))
+    layout = make_layout([leaf])
+    spec = {"job": "wire", "policy": {"outer": OUTER}, "update": {"kind": "outer"}}
+    spec["layout"] = layout.to_json()
+    command = [sys.executable, __file__, "--serve"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout is not None
+        channel = Channel(f"127.0.0.1:{int(child.stdout.readline())}")
+        blocks = list(range(len(layout.blocks)))
+        message = {"job": "wire", "spec": spec, "blocks": blocks}
+        channel.call("Create", message)
+        seconds = measure(channel, layout, args)
+        channel.close()
+        child.communicate()
+    found = summary(seconds, leaf.nbytes)
+    table = Table("GB/s", "ours", "bare gRPC", "ratio (median of pairs)")
+    for name in ("push", "pull"):
+        speeds = f"{found[f'{name}_gb_s']}", f"{found[f'bare_{name}_gb_s']}"
+        table.add_row(name, *speeds, f"{found[f'{name}_over_bare']}")
+    table.add_row("push + pull", "", "", f"{found['both_over_bare']}")
+    Console(stderr=True).print(table)
+    print(json.dumps({"wire": found}))
+
+
+if __name__ == "__main__":
+    main()
