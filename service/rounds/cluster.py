@@ -73,8 +73,15 @@ class Learner:
         default_factory=lambda: collections.defaultdict(float)
     )
     useful_steps: int = 0
+    last_useful: float = 0.0  # when the last of them was committed
+    is_done: bool = False
     bytes_up: float = 0.0
     bytes_down: float = 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Share of its time, until it finished, that was spent waiting."""
+        return self.seconds["wait"] / sum(self.seconds.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +89,8 @@ class Outcome:
     """A simulated run.
 
     Attributes:
-      goodput: committed local steps a second, over those of learners that never wait
-        and never fail.
+      goodput: committed local steps a second, until the first learner has finished,
+        over those of learners that never wait and never fail.
       staleness: contributions by how many commits of their fragment they were old.
       learners: for each, the seconds and bytes it spent.
       commits: when each commit happened.
@@ -108,8 +115,8 @@ class Outcome:
 
     @property
     def waiting(self) -> float:
-        """Share of the learners' time that is spent waiting."""
-        total = self.seconds * len(self.learners)
+        """Share of the learners' time, until they finish, that is spent waiting."""
+        total = sum(sum(learner.seconds.values()) for learner in self.learners)
         return sum(learner.seconds["wait"] for learner in self.learners) / total
 
     @property
@@ -118,8 +125,10 @@ class Outcome:
         return sum(age * n for age, n in self.staleness.items()) / max(count, 1)
 
     def steps_per_second(self, learners: range) -> float:
-        """Returns the committed local steps a second of some learners."""
-        return sum(self.learners[i].useful_steps for i in learners) / self.seconds
+        """Returns the steps a second of some learners, until their last commit."""
+        chosen = [self.learners[i] for i in learners]
+        seconds = max(learner.last_useful for learner in chosen)
+        return sum(learner.useful_steps for learner in chosen) / seconds
 
     def to_json(self) -> dict[str, Any]:
         keys = ("seconds", "num_commits", "num_contributions", "num_dropped")
@@ -133,7 +142,7 @@ class Outcome:
             "learners": [
                 {
                     "step_seconds": learner.step_seconds,
-                    "waiting": learner.seconds["wait"] / self.seconds,
+                    "waiting": learner.waiting,
                     "useful_steps": learner.useful_steps,
                     "bytes_up": learner.bytes_up,
                     "bytes_down": learner.bytes_down,

@@ -35,6 +35,8 @@ class Simulation:
         self._count = 0
         self._time = 0.0
         self._tick: float | None = None
+        self._first_done: float | None = None
+        self._useful_steps = 0  # until then
         self._fragment_bytes = cluster.param_bytes / policy.fragments
         self._commits_of = {f: [] for f in range(policy.fragments)}
         self._commits: list[float] = []
@@ -60,6 +62,8 @@ class Simulation:
             self._time = time
             self._happen(kind, self._learners[index], incarnation)
         for learner in self._learners:
+            if learner.is_done:
+                continue
             self._flush(learner, self._time)
             self._spend(learner, "wait" if learner.is_up else "down", self._time)
         return self._outcome()
@@ -80,6 +84,8 @@ class Simulation:
             self._feed(Left(self._time, learner.index, incarnation, "failed"))
         elif incarnation != learner.incarnation or not learner.is_up:
             return  # it has failed meanwhile
+        elif learner.is_done:
+            return
         elif kind == "fail":
             self._fail(learner)
         elif kind == "computed":
@@ -168,12 +174,24 @@ class Simulation:
                 self._release(decision)
             elif isinstance(decision, Commit):
                 self._commit(decision)
-            elif not isinstance(decision, Done):
+            elif isinstance(decision, Done):
+                self._finish(decision.learner)
+            else:
                 self._num_dropped += 1
         deadline = self._engine.deadline
         if deadline is not None and deadline != self._tick:
             self._tick = deadline
             self._push(deadline, "tick", self._learners[0])
+
+    def _finish(self, index: int | None) -> None:
+        if self._first_done is None:
+            self._first_done = self._time
+        if index is not None and not self._learners[index].is_done:
+            learner = self._learners[index]
+            self._flush(learner, self._time)
+            kind = "wait" if learner.is_up else "down"
+            self._spend(learner, kind, self._time)
+            learner.is_done = True
 
     def _commit(self, commit: Commit) -> None:
         earlier = self._commits_of[commit.fragment]
@@ -182,6 +200,9 @@ class Simulation:
                 continue
             steps = self._policy.steps_of(part.round)
             self._learners[part.learner].useful_steps += steps
+            self._learners[part.learner].last_useful = self._time
+            if self._first_done is None or self._time <= self._first_done:
+                self._useful_steps += steps
             self._num_contributions += 1
             self._staleness[len(earlier) - bisect.bisect_right(earlier, part.base)] += 1
         earlier.append(commit.version)
@@ -224,15 +245,15 @@ class Simulation:
             learner.plan = []
 
     def _outcome(self) -> Outcome:
+        assert self._first_done is not None
         ideal = sum(1 / learner.step_seconds for learner in self._learners)
-        useful = sum(learner.useful_steps for learner in self._learners)
         return Outcome(
             seconds=self._time,
             num_commits=self._engine.version,
             num_contributions=self._num_contributions,
             num_dropped=self._num_dropped,
             num_failures=self._num_failures,
-            goodput=useful / self._time / ideal,
+            goodput=self._useful_steps / self._first_done / ideal,
             staleness=dict(self._staleness),
             learners=tuple(self._learners),
             commits=tuple(self._commits),
