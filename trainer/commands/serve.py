@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    host = args.bind.rpartition(":")[0]
-    if args.role != "coordinator" and host in WILDCARDS:
+    host, colon, _ = args.bind.rpartition(":")
+    if args.role != "coordinator" and colon and host in WILDCARDS:
         raise ValueError(
             f"--bind {args.bind}: learners are told this address, so it must be one at "
             "which they reach this machine"
