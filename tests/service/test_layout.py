@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.service.blocks.layout import Box, Layout, Leaf, make_layout
+from meshloom.service.blocks.layout import Box, Layout, Leaf, _deal, make_layout
 
 AXES = st.sampled_from(["layer", None, "embed", "ff"])
 SHAPES = st.lists(st.integers(0, 9), max_size=4)
@@ -93,6 +93,11 @@ def test_fragments_differ_by_at_most_the_largest_block(leaves, num):
     largest = max(layout.block_bytes(block.index) for block in layout.blocks)
     assert max(loads) - min(loads) <= largest
     assert {layout.fragment_of(b.index) for b in layout.blocks} == set(range(num))
+
+
+def test_the_emptiest_fragment_gets_the_largest_block():
+    # In the order of the blocks the fragments would have 2 and 18.
+    assert _deal([1, 9, 1, 9], 2) == (1, 0, 0, 1)
 
 
 def test_fragments_are_strided():

@@ -52,8 +52,8 @@ def test_arrays_of_any_shape_and_dtype(shapes, dtype):
         assert array.tobytes() == expected.tobytes()
 
 
-def test_parts_that_are_not_contiguous():
-    array = numbers((6, 8))[1:5:2, 3:].T
+@pytest.mark.parametrize("array", [numbers((6, 8))[1:5:2, 3:].T, numbers((6, 8)).T])
+def test_parts_that_are_not_contiguous(array):
     assert np.array_equal(received(sent(array))[0][1], array)
 
 
