@@ -144,10 +144,9 @@ def test_hosts_are_divided_among_the_learners(fleet):
         ["launch", "ssh", "--hosts=c,d"],
     ]
     assert "--ssh=true -x" in found[0] and "--processes-per-host=2" in found[0]
-    for serve in map(
-        words, [fleet["commands"].coordinator, fleet["commands"].servers[0]]
-    ):
-        assert value(serve, "--bind").startswith("192.0.2.1:")
+    commands = fleet["commands"]
+    for command in (commands.coordinator, *commands.servers):
+        assert value(words(command), "--bind").startswith("192.0.2.1:")
 
 
 def test_slots_are_divided_among_the_learners(fleet, tmp_path, monkeypatch):

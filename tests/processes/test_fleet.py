@@ -1,0 +1,141 @@
+"""A real fleet on this machine: two learners, two servers, and what kills do to it."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launched import default_signals, ending, wait_until
+from test_jobs import ends
+from tiny_runs import COMMAND
+
+from meshloom.launch.fleet_status import last_commit
+from meshloom.trainer.record import metrics
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+NUM_STEPS = 300
+SECONDS = 240  # a fleet takes about 60 on two quiet cores
+SERVICE = ("coordinator", "server 0", "server 1")
+
+
+class RealFleet:
+    def __init__(self, folder: Path, process: subprocess.Popen):
+        self.run, self.output, self.process = folder / "run", folder / "output", process
+
+    def events(self, *folder: str) -> list[dict]:
+        file = self.run.joinpath(*folder, "logs", "supervisor.jsonl")
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def pids(self) -> list[int]:
+        """Everything that was started, and by whom ever."""
+        found = [*self.events(), *self.events("learners", "0")]
+        found += self.events("learners", "1")
+        return [pid for event in found for pid in event.get("pids", [])]
+
+    def pid_of(self, name: str) -> int:
+        """Returns the newest process of a role; of "learner I" its training process."""
+        if name.startswith("learner"):
+            events = self.events("learners", name.split()[1])
+            starts = [e for e in events if e["event"] == "start"]
+        else:
+            starts = [e for e in self.events() if e.get("name") == name]
+            starts = [e for e in starts if e["event"] == "start"]
+        return starts[-1]["pids"][0]
+
+    def starts(self) -> dict[str, int]:
+        names = [e["name"] for e in self.events() if e["event"] == "start"]
+        return {name: names.count(name) for name in names}
+
+    def until(self, done) -> None:
+        wait_until(done, self.process, self.output, SECONDS)
+
+    def until_commit(self, number: int) -> None:
+        self.until(lambda: (last_commit(self.run) or 0) >= number)
+
+    def status(self) -> int:
+        status = self.process.wait(SECONDS)
+        assert self.pids() and all(ends(pid) for pid in self.pids()), self.text
+        return status
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+@pytest.fixture
+def fleet(tmp_path) -> Iterator[RealFleet]:
+    flags = ["--learners", "2", "--servers", "2", "--cpu-devices", "1"]
+    flags += ["--save-commits", "20"]
+    train = ["train", "--config", "drill", "--steps", str(NUM_STEPS)]
+    train += ["--workdir", str(tmp_path / "run")]
+    with open(tmp_path / "output", "wb") as output, default_signals():
+        process = subprocess.Popen(
+            [COMMAND, "launch", "local", *flags, "--", *train],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    with ending(process):
+        yield RealFleet(tmp_path, process)
+
+
+def check_done(fleet: RealFleet) -> None:
+    assert fleet.status() == 0, fleet.text
+    rows = metrics.read(fleet.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    final = json.loads((fleet.run / "final.json").read_text())
+    assert final["version"] == NUM_STEPS
+
+
+def test_a_learner_that_is_killed_comes_back_alone(fleet):
+    fleet.until_commit(5)
+    os.kill(fleet.pid_of("learner 1"), signal.SIGKILL)
+    check_done(fleet)
+    assert set(fleet.starts().values()) == {1}  # its own supervisor restarted it
+    (restart,) = [e for e in fleet.events("learners", "1") if e["event"] == "restart"]
+    assert "was killed by signal 9 (SIGKILL)" in restart["reason"]
+    assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
+
+
+# A learner that goes back to the service's checkpoint finds its own later ones.
+SAVED_BEFORE = pytest.mark.xfail(
+    reason="learner: step 25 is already saved; a committed step is never replaced",
+    strict=True,
+)
+
+
+@pytest.mark.parametrize(
+    "role, restarted",
+    [
+        ("coordinator", SERVICE[:1]),
+        pytest.param("server 1", SERVICE, marks=SAVED_BEFORE),
+    ],
+)
+def test_a_service_that_loses_a_process_comes_back(role, restarted, fleet):
+    fleet.until_commit(30)
+    os.kill(fleet.pid_of(role), signal.SIGKILL)
+    check_done(fleet)
+    assert {name for name, n in fleet.starts().items() if n == 2} == set(restarted)
+
+
+def test_told_to_stop_everyone_saves(fleet):
+    fleet.until_commit(5)
+    fleet.process.send_signal(signal.SIGTERM)
+    assert fleet.status() == 75, fleet.text
+    assert "every learner and the service saved and exited" in fleet.text
+    version = last_commit(fleet.run)
+    assert (fleet.run / "service" / str(version) / "manifest.json").exists()
+
+
+def test_killed_it_leaves_nobody_behind(fleet):
+    fleet.until_commit(5)
+    fleet.process.send_signal(signal.SIGKILL)
+    assert fleet.status() == -signal.SIGKILL
+    assert len(fleet.pids()) >= 7
