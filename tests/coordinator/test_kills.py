@@ -178,6 +178,19 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
     assert outcome(house)[3] == [1, 2, 3, 4]
 
 
+def test_a_checkpoint_of_an_abandoned_history_is_never_used(make_house, killed):
+    house, folder = start_with_checkpoints(make_house, killed)
+    kept = (folder / "4" / "s0.json").read_text()
+    (folder / "4" / "s0.json").write_text("torn")
+    assert house.start().engine.version == 2
+    # It turns up again, intact, after versions 3 and 4 were abandoned.
+    (folder / "4" / "s0.json").write_text(kept)
+    for server in house.servers:
+        server.lose()
+    assert house.start().engine.version == 2
+    assert [s.jobs["run"]["version"] for s in house.servers] == [2, 2]
+
+
 def test_without_any_usable_checkpoint_the_job_stops_with_the_remedy(
     make_house, killed
 ):
