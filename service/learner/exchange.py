@@ -2,38 +2,29 @@
 
 With `local_steps=1` and no outer optimizer a round is one gradient, and the servers
 update the parameters. Otherwise a round is several ordinary steps, and what is sent is
-the change of the parameters since the version that the round started from.
+the change of the parameters since they were merged last.
 
 Every process of the learner must call the methods of an Exchange, in the same order.
 """
 
 import concurrent.futures
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from ..blocks.layout import Layout
 from ..rounds.policy import Policy
-from ..wire.errors import Refused, Unavailable
+from ..wire.errors import Unavailable
 from . import shards
 from .client import Client, in_all
+from .merging import Merging, Parameters
 from .mover import Mover
-from .shards import Arrays, Host
+from .shards import Host
 
-
-class Parameters(Protocol):
-    """The exchanged parameters of a state, canonical, by their leaf in the layout."""
-
-    like: Mapping[int, Any]  # shapes, dtypes and shardings
-
-    def of(self, tree: Any) -> Arrays:
-        """Returns the exchanged arrays of a tree like the parameters."""
-        ...
-
-    def put(self, state: Any, arrays: Arrays) -> Any:
-        """Returns the state with these arrays instead of its own."""
-        ...
+# How often somebody who waits for others says that it is alive.
+WAIT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +44,30 @@ class Turn:
     commit: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class Traffic:
-    """What the last round cost."""
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a round ended.
 
-    pushed: int = 0
-    pulled: int = 0
-    waited: float = 0.0
+    Attributes:
+      fetched: the version of the turn, of the fragment that was exchanged; of all
+        parameters if the turn is elsewhere.
+      pushed, pulled: bytes of this process and of all of them.
+      seconds: from the end of the local steps to having fetched.
+    """
+
+    turn: Turn
+    fetched: Host
+    fragment: int | None
+    pushed: int
+    pulled: int
+    seconds: float
 
     def metrics(self) -> dict[str, float]:
         return {
+            "version": self.turn.version,
             "pushed_bytes": self.pushed,
             "pulled_bytes": self.pulled,
-            "wait_s": round(self.waited, 4),
+            "exchange_s": round(self.seconds, 4),
         }
 
 
@@ -74,10 +76,14 @@ class Exchange:
 
     Args:
       client: of the coordinator; only the first process of the group uses it.
-      group: the processes of this learner, see trainer/job/group.py.
+      group: the processes of this learner, see trainer/job/group.py. No one else may
+        use it: rounds end in a thread.
       connect: makes the Mover, given the coordinator's answer about the servers.
       seed: for the random waits of `half-sync`.
-      on_wait: called while waiting for others, at least every 10 s.
+      on_wait: called every few seconds while the caller waits for others.
+
+    Attributes:
+      turn: the round that is being computed.
     """
 
     def __init__(
@@ -93,14 +99,15 @@ class Exchange:
         on_wait: Callable[[], None] = lambda: None,
     ):
         self._client, self._group = client, group
-        self._parameters, self._layout, self.policy = parameters, layout, policy
+        self._parameters, self.policy = parameters, policy
         self._connect, self._seed, self._on_wait = connect, seed, on_wait
         self._mover: Mover | None = None
+        self._merging = Merging(parameters, layout, self._read, policy.mix)
         self._incarnation = 0
-        self._background = concurrent.futures.ThreadPoolExecutor(1, "exchange")
-        self._base: Host = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "exchange")
+        self._pending: concurrent.futures.Future[Outcome] | None = None
+        self._is_leaving = threading.Event()
         self.turn = Turn(0, 0)
-        self.traffic = Traffic()
 
     # Joining and leaving.
 
@@ -128,11 +135,12 @@ class Exchange:
             )
         joined = in_all(self._group, "join", dict, lambda _: self._client.join(facts))
         self._incarnation = int(joined["incarnation"])
-        self.turn = self._wait_for_turn(dict, after=int(joined.get("round", 0)))
+        self.turn = self._awaited(self._thread.submit(self._wait_for_turn, 0))
         return self.turn
 
     def leave(self, reason: str) -> None:
-        self._background.shutdown()
+        self._is_leaving.set()
+        self._thread.shutdown(cancel_futures=True)
         if self._group.is_first:
             self._client.leave(reason)
         if self._mover is not None:
@@ -144,88 +152,79 @@ class Exchange:
         """Which learner this is, for the record."""
         return {"learner": self._client.learner, "incarnation": self._incarnation}
 
-    # Moving parameters.
+    # Rounds.
 
-    def pull(self, state: Any) -> Any:
-        """Returns the state with the parameters that the current round starts from."""
-        return self._placed(state, self._pulled(self.turn.version, None))
+    def start(self, state: Any) -> Any:
+        """Returns the state with all parameters of the version of this turn."""
+        fetched, _ = self._merging.fetch(self.turn.version, None)
+        return self._merging.replace(state, fetched)
 
-    def _pulled(self, version: int, fragment: int | None) -> Host:
-        assert self._mover is not None
-        like = self._parameters.like
-        buffers = shards.wanted(
-            {leaf: x.shape for leaf, x in like.items()},
-            {leaf: x.sharding for leaf, x in like.items()},
-        )
-        if fragment is not None:  # the other blocks keep their values
-            for key, buffer in buffers.items():
-                buffer[...] = self._base[key]
-        self.traffic.pulled = self._mover.pull(version, buffers, fragment)
-        self._base = buffers
-        return buffers
+    def send_gradients(self, grads: Any, sums: Mapping[str, float], facts: Any) -> None:
+        """Starts to contribute gradients; `finish` waits for what follows."""
+        self._send(shards.to_host(self._parameters.of(grads)), sums, facts)
 
-    def _placed(self, state: Any, host: Host) -> Any:
-        arrays = shards.to_devices(host, self._parameters.like)
-        return self._parameters.put(state, arrays)
-
-    def _push(self, host: Host, round: int, fragment: int | None = None) -> int:
-        assert self._mover is not None
-        learner = self._client.learner
-        return self._mover.push(host, learner, self._incarnation, round, fragment)
-
-    # The end of a round.
-
-    def send_gradients(self, grads: Any, sums: Mapping[str, float], facts: Any) -> Turn:
-        """Contributes gradients, and waits for the next round."""
-        host = shards.to_host(self._parameters.of(grads))
-        return self._finish_round(host, None, sums, facts)
-
-    def send_change(self, params: Any, sums: Mapping[str, float], facts: Any) -> Turn:
-        """Contributes the change of the parameters, and waits for the next round."""
-        now = shards.to_host(self._parameters.of(params))
-        change = shards.difference(self._base, now)
-        return self._finish_round(change, self.fragment, sums, facts)
+    def send_change(self, params: Any, sums: Mapping[str, float], facts: Any) -> None:
+        """Starts to contribute the change of the parameters in this round."""
+        self._send(self._merging.change(params), sums, facts)
 
     @property
-    def fragment(self) -> int | None:
-        """The fragment that the current round exchanges; None for everything."""
-        if self.policy.fragments == 1:
-            return None
-        return self.policy.fragment_of(self.turn.round)
+    def is_sending(self) -> bool:
+        """Whether a round was sent and not finished yet."""
+        return self._pending is not None
 
-    def _finish_round(
-        self, host: Host, fragment: int | None, sums: Mapping[str, float], facts: Any
-    ) -> Turn:
-        turn, began = self.turn, time.monotonic()
-        learner = self._client.learner
-        time.sleep(self.policy.wait_seconds(self._seed, learner, turn.round))
+    def finish(self) -> Outcome:
+        """Waits until the round that was sent is over; returns how."""
+        assert self._pending is not None
+        outcome = self._awaited(self._pending)
+        self._pending, self.turn = None, outcome.turn
+        return outcome
+
+    def merge(self, state: Any, outcome: Outcome) -> Any:
+        """Returns the state with what a round has brought."""
+        return self._merging.merge(state, outcome.fetched, outcome.fragment)
+
+    def _send(self, host: Host, sums: Mapping[str, float], facts: Any) -> None:
+        assert self._pending is None
+        self._pending = self._thread.submit(self._round_trip, host, sums, facts)
+
+    def _round_trip(self, host: Host, sums: Mapping[str, float], facts: Any) -> Outcome:
+        """Pushes, contributes, waits for the next turn and fetches its version."""
+        before, began, learner = self.turn, time.monotonic(), self._client.learner
+        self._is_leaving.wait(
+            self.policy.wait_seconds(self._seed, learner, before.round)
+        )
+        fragment = None
+        if self.policy.fragments > 1:
+            fragment = self.policy.fragment_of(before.round)
         contribution = {
-            "round": turn.round,
-            "base": turn.version,
+            "round": before.round,
+            "base": before.version,
             "weight": sums["weight"],
-            "steps": facts["steps"],
-            "samples": facts["samples"],
             "sums": dict(sums),
+            **facts,
         }
+        total = 0
 
         def push() -> dict[str, Any]:
-            return {"bytes": self._push(host, turn.round, fragment)}
+            return {"bytes": self._push(host, before.round, fragment)}
 
         def contribute(reports: list[dict[str, Any]]) -> dict[str, Any]:
-            self.traffic.pushed = sum(report["bytes"] for report in reports)
-            return self._client.contribute(
-                {**contribution, "bytes": self.traffic.pushed}
-            )
+            nonlocal total
+            total = sum(report["bytes"] for report in reports)
+            return self._client.contribute({**contribution, "bytes": total})
 
         in_all(self._group, "contribution", push, contribute)
-        self.turn = self._wait_for_turn(dict, after=turn.round)
-        self.traffic.waited = time.monotonic() - began
-        return self.turn
+        turn = self._wait_for_turn(before.round)
+        if not turn.is_done and turn.round != before.round + 1:
+            fragment = None  # it continues elsewhere, from a whole version
+        fetched, pulled = self._merging.fetch(turn.version, fragment)
+        seconds = time.monotonic() - began
+        return Outcome(turn, fetched, fragment, total, pulled, seconds)
 
-    def _wait_for_turn(self, work: Callable[[], dict], after: int) -> Turn:
+    def _wait_for_turn(self, after: int) -> Turn:
         while True:
             answer = in_all(
-                self._group, "turn", work, lambda _: self._client.next(after)
+                self._group, "turn", dict, lambda _: self._client.next(after)
             )
             if answer["state"] == "left":
                 raise Unavailable(f"this learner must join again: {answer['reason']}")
@@ -234,9 +233,23 @@ class Exchange:
                 number = max(int(answer.get("round", 0)), after)
                 commit = answer.get("commit") or {}
                 return Turn(number, int(answer["version"]), is_done, commit)
-            self._on_wait()
+            if self._is_leaving.is_set():
+                raise Unavailable("this learner is leaving")
 
-    def check_alive(self) -> None:
-        """Raises if another incarnation of this learner has taken its place."""
-        if self._client.lost is not None:
-            raise Refused(str(self._client.lost))
+    def _awaited(self, future: concurrent.futures.Future) -> Any:
+        while True:
+            try:
+                return future.result(timeout=WAIT_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                self._on_wait()
+
+    def _read(self, version: int, buffers: Host, fragment: int | None) -> int:
+        assert self._mover is not None
+        return self._mover.pull(version, buffers, fragment)
+
+    def _push(self, host: Host, round: int, fragment: int | None = None) -> int:
+        assert self._mover is not None
+        learner = self._client.learner
+        return self._mover.push(host, learner, self._incarnation, round, fragment)

@@ -35,22 +35,26 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
 
 
-def to_host(arrays: Arrays) -> Host:
+def to_host(arrays: Arrays, *, replicas: bool = False) -> Host:
     """Copies the shards that this process sends to the host, as float32.
 
     All copies are started before the first is waited for.
+
+    Args:
+      replicas: copies everything that this process holds, in arrays that may be
+        changed, and not only what it sends.
     """
     own = [
         (leaf, shard)
         for leaf, array in arrays.items()
         for shard in array.addressable_shards
-        if shard.replica_id == 0
+        if replicas or shard.replica_id == 0
     ]
     for _, shard in own:
         shard.data.copy_to_host_async()
     return {
-        (leaf, box_of(shard.index, arrays[leaf].shape)): np.asarray(
-            shard.data, np.float32
+        (leaf, box_of(shard.index, arrays[leaf].shape)): np.array(
+            shard.data, np.float32, copy=True if replicas else None
         )
         for leaf, shard in own
     }
@@ -99,11 +103,6 @@ def to_devices(
             x.shape, sharding, placed
         )
     return arrays
-
-
-def difference(base: Host, now: Host) -> Host:
-    """Returns base - now, which acts like a gradient of the parameters."""
-    return {key: base[key] - array for key, array in now.items()}
 
 
 def by_owner(parts: Iterable[Piece], owners: Mapping[int, str]) -> dict[str, list]:

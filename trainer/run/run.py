@@ -231,7 +231,7 @@ class Run:
                     should_stop=self._should_stop,
                 )
         except loop.StopRequested as stop:
-            if self.learner is not None and self.learner.has_moved(stop.step):
+            if self.learner is not None and self.learner.has_moved():
                 if self.learner.is_done:
                     return self._ended_early(stop, save)
                 raise _Moved(self.learner.resume(), stop.state) from None
@@ -246,7 +246,7 @@ class Run:
                 writer.close()
 
     def _should_stop(self, step: int) -> bool:
-        if self.learner is not None and self.learner.has_moved(step):
+        if self.learner is not None and self.learner.has_moved():
             return True
         return self.should_stop is not None and self.should_stop(step)
 

@@ -18,20 +18,22 @@ import numpy as np
 
 from ...service.blocks.digest import digest_of
 from ...service.blocks.layout import Layout
+from ...service.blocks.pieces import pieces
 from ...service.learner import shards
+from ...service.learner.merging import Merging, Read
 from ...service.rounds.policy import Policy
 from ...service.server.store import BlockStore
 from ...sharding import MeshSpec
 from ...sharding.mesh import AXES
 from ..config import files as config_files
 from ..data import Order
-from ..data.batches import device_batches
+from ..data.batches import DeviceBatches, device_batches
 from ..program.state import State
 from ..record import metrics
 from ..record.ledger import Ledger
 from ..record.run_folder import CONFIG_GIN
 from ..run.exchange_update import make_update
-from ..run.learner import Exchanged
+from ..run.exchanged import Exchanged
 from ..run.prepare import Prepared, prepare
 from ..run.train import Config
 
@@ -159,7 +161,13 @@ class Replayer:
         self._layout: Layout = self._store.layout
         self._todo = rounds
         self._learners = {
-            number: _Replayed(run / "learners" / str(number), own)
+            number: _Replayed(
+                run / "learners" / str(number),
+                own,
+                self._policy,
+                self._layout,
+                self._read,
+            )
             for number, own in rounds.items()
         }
         self.num_computed = 0
@@ -195,31 +203,23 @@ class Replayer:
 
     def _compute(self, key: Key) -> None:
         """Computes the rounds of a learner up to this one, unless that was done."""
-        own = self._todo[key[0]]
+        own, learner = self._todo[key[0]], self._learners[key[0]]
         while any(round.key == key for round in own):
             round = own.pop(0)
-            learner = self._learners[key[0]]
-            state = learner.start(round, self._base(learner, round.base))
-            base = shards.to_host(learner.of(state.params))
-            payload = learner.run(state, round, self._policy.outer is None)
-            if self._policy.outer is not None:
-                payload = shards.difference(base, payload)
             fragment = None
             if self._policy.fragments > 1:
                 fragment = self._policy.fragment_of(round.key[2])
-            self._stage(round.key, payload, fragment)
+            self._stage(round.key, learner.compute(round), fragment)
             self.num_computed += 1
 
-    def _base(self, learner: "_Replayed", version: int) -> dict[int, jax.Array]:
-        """Returns the parameters of a version on the mesh of a learner."""
-        like = learner.like
-        buffers = shards.wanted(
-            {leaf: x.shape for leaf, x in like.items()},
-            {leaf: x.sharding for leaf, x in like.items()},
-        )
+    def _read(self, version: int, buffers: shards.Host, fragment: int | None) -> int:
+        """Fills buffers like a learner that pulls; a fragment only with its blocks."""
         for (leaf, box), buffer in buffers.items():
-            buffer[...] = self._store.read(version, leaf, box)
-        return shards.to_devices(buffers, like)
+            for block, _, part in pieces(self._layout, leaf, box):
+                if fragment in (None, self._layout.fragment_of(block)):
+                    found = self._store.read(version, leaf, part)
+                    buffer[part.slices(box)] = found
+        return 0
 
     def _stage(self, key: Key, host: shards.Host, fragment: int | None) -> None:
         for piece in shards.to_pieces(self._layout, host, fragment):
@@ -229,13 +229,21 @@ class Replayer:
 class _Replayed:
     """One learner of a run, on a mesh like its own."""
 
-    def __init__(self, folder: Path, rounds: Sequence[Round]):
+    def __init__(
+        self,
+        folder: Path,
+        rounds: Sequence[Round],
+        policy: Policy,
+        layout: Layout,
+        read: Read,
+    ):
         loaded = config_files.load([str(folder / CONFIG_GIN)], (), root=Config)
         config = dataclasses.replace(loaded.config, mesh=_mesh_of(folder))
         size = math.prod(getattr(config.mesh, axis) for axis in AXES)
         self._prepared: Prepared = prepare(config, jax.devices()[:size])
         self._exchanged = Exchanged(self._prepared, config.exchange)
-        self.of, self.like = self._exchanged.of, self._exchanged.like
+        self.of, self._policy = self._exchanged.of, policy
+        self._merging = Merging(self._exchanged, layout, read, policy.mix)
         self._state: State | None = None
         # States after these steps are needed again, by a later incarnation.
         self._saved_at = {r.optimizer_step for r in rounds if r.optimizer_step}
@@ -245,19 +253,51 @@ class _Replayed:
         key = jax.random.key(self._prepared.config.seed)
         return self._prepared.layout.create(key, self._prepared.mesh)
 
-    def start(self, round: Round, base: dict[int, jax.Array]) -> State:
-        """Returns the state that a round starts from."""
-        if round.optimizer_step:
-            self._state = _copy(self._saved[round.optimizer_step])
-        elif round.optimizer_step == 0 or self._state is None:
-            self._state = self.initial()
-        state = self._exchanged.put(self._state, base)
-        return self._exchanged.at_step(state, round.first)
+    def compute(self, round: Round) -> shards.Host:
+        """Computes a round; returns what the learner has sent."""
+        program = self._prepared.program
+        if self._policy.outer is None:
+            state = self._joined(round)
+            with self._batches(round) as batches:
+                grads = program.gradients(state, next(batches))
+            return shards.to_host(self.of(grads.params))
+        state, merge_at = self._state, round.first + self._policy.delay
+        if round.optimizer_step is not None or state is None:
+            state, merge_at = self._joined(round), -1
+        step_fn = self._prepared.compile()
+        with self._batches(round) as batches:
+            for step, batch in enumerate(batches, start=round.first):
+                if step == merge_at:
+                    state = self._merged(state, round)
+                state, _ = step_fn(state, batch)
+                if step + 1 in self._saved_at:
+                    self._saved[step + 1] = _copy(state)
+        if merge_at == round.stop:
+            state = self._merged(state, round)
+        self._state = state
+        return self._merging.change(state.params)
 
-    def run(self, state: State, round: Round, sends_gradients: bool) -> shards.Host:
-        """Computes a round; returns its gradients, or the parameters at its end."""
+    def _joined(self, round: Round) -> State:
+        """Returns the state after joining, with all parameters of a version."""
+        state = self.initial()
+        if round.optimizer_step:
+            state = _copy(self._saved[round.optimizer_step])
+        fetched, _ = self._merging.fetch(round.base, None)
+        return self._exchanged.at_step(
+            self._merging.replace(state, fetched), round.first
+        )
+
+    def _merged(self, state: State, round: Round) -> State:
+        """Returns the state with what the round before this one has brought."""
+        fragment = None
+        if self._policy.fragments > 1:
+            fragment = self._policy.fragment_of(round.key[2] - 1)
+        fetched, _ = self._merging.fetch(round.base, fragment)
+        return self._merging.merge(state, fetched, fragment)
+
+    def _batches(self, round: Round) -> DeviceBatches:
         prepared, config = self._prepared, self._prepared.config
-        batches = device_batches(
+        return device_batches(
             prepared.train_data,
             Order(len(prepared.train_data), config.seed),
             batch_size=prepared.batch_size,
@@ -266,17 +306,6 @@ class _Replayed:
             start=round.first,
             stop=round.stop,
         )
-        with batches:
-            if sends_gradients:
-                grads = prepared.program.gradients(state, next(batches))
-                return shards.to_host(self.of(grads.params))
-            step_fn = prepared.compile()
-            for step, batch in enumerate(batches, start=round.first + 1):
-                state, _ = step_fn(state, batch)
-                if step in self._saved_at:
-                    self._saved[step] = _copy(state)
-        self._state = state
-        return shards.to_host(self.of(state.params))
 
 
 def _copy(state: State) -> State:
