@@ -75,7 +75,7 @@ def add(parser: argparse.ArgumentParser, *, is_on_hosts: bool = True) -> None:
 def is_given(args: argparse.Namespace) -> bool:
     """Returns whether a fleet is to be launched; checks its flags."""
     if args.learners is None:
-        for name in ("servers", "each", "save_commits", "service_host"):
+        for name in ("servers", "each", "save_commits", "service_host", "token_secret"):
             if getattr(args, name, None):
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} needs --learners; add it, or leave both out")

@@ -7,7 +7,9 @@ follows the job. The cluster watches and restarts it instead of our supervisor.
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from .. import fleet_flags
 from .k8s_cluster import Kubernetes
 from .k8s_job import FORMS, Job, chips_of
 
@@ -71,6 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="runtime of a TrainJob; default: jax-distributed",
     )
+    _add_fleet(parser)
     add(
         "--no-network-policy",
         action="store_true",
@@ -87,6 +90,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="COMMAND",
         help="a meshloom command, after --, such as -- train --steps 100",
+    )
+
+
+def _add_fleet(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("learners that do not wait for each other")
+    add = add.add_argument
+    add("--learners", type=int, metavar="N", help="N jobs, each on --hosts hosts")
+    add("--servers", type=int, metavar="M", help="of their service; default: 1")
+    add(
+        "--save-commits",
+        type=int,
+        metavar="N",
+        help="commits between two checkpoints of the service; default: that of serve",
+    )
+    add(
+        "--token-secret",
+        metavar="SECRET:KEY",
+        help="key of a Secret that learners and service show each other; required",
     )
 
 
@@ -161,8 +182,25 @@ def _job(args: argparse.Namespace) -> Job:
         port=args.port,
         form=args.form,
         runtime=args.runtime,
+        **({} if args.delete else _fleet(args)),
         is_fenced=not args.no_network_policy,
     )
+
+
+def _fleet(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of a job with learners."""
+    if args.token_secret is not None and ":" not in args.token_secret:
+        raise ValueError(
+            f"--token-secret is {args.token_secret!r}; expected SECRET:KEY"
+        )
+    if not fleet_flags.is_given(args):
+        return {}
+    return {
+        "learners": args.learners,
+        "servers": args.servers or 1,
+        "save_commits": args.save_commits,
+        "token": args.token_secret and tuple(args.token_secret.split(":", 1)),
+    }
 
 
 def _tpu(args: argparse.Namespace) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from ..logs import say
 from ..target import Submitted
 from . import k8s_manifest
 from .k8s_job import Job
-from .k8s_manifest import INDEX, SLICE
+from .k8s_pod import INDEX, SLICE
 
 KINDS = {
     "jobset": "jobsets.jobset.x-k8s.io",

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+from ..flags import run_folder
 from ..masking import holds_secret, looks_secret, secret_argument
 
 FORMS = ("jobset", "trainjob")
@@ -27,6 +28,10 @@ class Job:
       queue: a Kueue queue; "" for none.
       max_restarts: None for 5; the runtime of a TrainJob has its own limit.
       runtime: the runtime of a TrainJob.
+      learners: train with so many, each on `hosts`; 0 for an ordinary job.
+      servers: of the service through which learners exchange parameters.
+      save_commits: commits between two checkpoints of the service.
+      token: the (secret, key) that learners and service show each other.
       is_fenced: whether a network policy lets only the job's own pods reach its ports.
     """
 
@@ -48,6 +53,10 @@ class Job:
     port: int = 8476
     form: str = "jobset"
     runtime: str = "jax-distributed"
+    learners: int = 0
+    servers: int = 1
+    save_commits: int | None = None
+    token: tuple[str, str] | None = None
     is_fenced: bool = True
 
     def __post_init__(self):
@@ -56,10 +65,14 @@ class Job:
         self._check_secrets()
         if self.form == "trainjob":
             self._check_trainjob()
+        if self.learners:
+            self._check_fleet()
 
     @property
     def group(self) -> str:
         """The name of the replicated job; for a TrainJob, its runtime's."""
+        if self.learners:
+            return "learner"
         return "node" if self.form == "trainjob" else "worker"
 
     @property
@@ -72,8 +85,13 @@ class Job:
             return None
         return TPU if self.tpu else GPU
 
+    @property
+    def run_folder(self) -> str:
+        return run_folder(self.command)
+
     def _check_numbers(self) -> None:
         least = {"hosts": 1, "slices": 1, "devices": 0, "grace_seconds": 1, "port": 1}
+        least |= {"learners": 0, "servers": 1}
         for name, number in least.items():
             if getattr(self, name) < number:
                 found = getattr(self, name)
@@ -106,6 +124,9 @@ class Job:
                     "letters, digits and -, starting with a letter, as in a host name"
                 )
         longest = f"{self.name}-{self.group}-{self.slices - 1}-{self.hosts - 1}"
+        if self.learners:
+            names = (f"learner-{self.learners - 1}-{self.hosts - 1}", "coordinator-0-0")
+            longest = max((f"{self.name}-{name}" for name in names), key=len)
         if (excess := len(longest) + SUFFIX - LONGEST) > 0:
             raise ValueError(
                 f"--name {self.name} is too long: pods are called {longest}-abcde, but "
@@ -155,6 +176,26 @@ class Job:
                 "--max-restarts cannot be set for a TrainJob: it has the failure "
                 f"policy of its runtime {self.runtime}. Leave it out, or use --form "
                 "jobset"
+            )
+
+    def _check_fleet(self) -> None:
+        if self.form == "trainjob" or self.slices > 1:
+            found = "--slices" if self.slices > 1 else "--form trainjob"
+            raise ValueError(
+                f"{found} cannot be combined with --learners: each learner is one "
+                "group of hosts of a JobSet. Leave it out."
+            )
+        if self.token is None:
+            raise ValueError(
+                "--learners needs --token-secret SECRET:KEY, without which everyone "
+                "who reaches the service could change the parameters. Make one with: "
+                "kubectl create secret generic SECRET --from-literal=KEY=..."
+            )
+        if not self.run_folder.startswith("/"):
+            raise ValueError(
+                f"the run folder is {self.run_folder!r}, but learners and service "
+                "share it: expected an absolute path on a --volume, such as "
+                "train --workdir /runs/x"
             )
 
 

@@ -3,11 +3,21 @@
 import re
 from typing import Any
 
+from . import k8s_fleet
 from .k8s_job import Job
-
-# The annotations from which a pod reads its own index and that of its slice.
-INDEX = "batch.kubernetes.io/job-completion-index"
-SLICE = "jobset.sigs.k8s.io/job-index"
+from .k8s_pod import (
+    INDEX,
+    SLICE,
+    annotation,
+    literal,
+    node_selector,
+    resources,
+    tolerations,
+    users_variables,
+    variable,
+    volumes,
+    without_empty,
+)
 
 POLICY_NOTE = """\
 # jax's coordination service has no authentication: whoever reaches its port can join,
@@ -25,7 +35,9 @@ JOBSET_NOTE = """\
 
 def manifest(job: Job) -> str:
     """Returns YAML for `kubectl apply`."""
-    if job.form == "trainjob":
+    if job.learners:
+        texts = [k8s_fleet.NOTE + _dump(_fleet(job))]
+    elif job.form == "trainjob":
         texts = [_dump(_trainjob(job))]
     else:
         texts = [JOBSET_NOTE + _dump(_jobset(job))]
@@ -38,7 +50,7 @@ def hosts(job: Job) -> list[str]:
     """Returns the DNS name of each process's pod; restarts do not change it."""
     return [
         f"{job.name}-{job.group}-{part}-{host}.{job.name}"
-        for part in range(job.slices)
+        for part in range(job.learners or job.slices)
         for host in range(job.hosts)
     ]
 
@@ -52,28 +64,19 @@ def environment(job: Job) -> list[dict[str, Any]]:
     """
     names = hosts(job)
     env: list[dict[str, Any]] = [
-        _variable("PYTHONUNBUFFERED", "1"),  # or a killed pod loses its last lines
-        _variable("MESHLOOM_COORDINATOR", f"{names[0]}:{job.port}"),
-        _variable("MESHLOOM_NUM_PROCESSES", str(len(names))),
-        _variable("MESHLOOM_HOSTS", ",".join(names)),
+        variable("PYTHONUNBUFFERED", "1"),  # or a killed pod loses its last lines
+        variable("MESHLOOM_COORDINATOR", f"{names[0]}:{job.port}"),
+        variable("MESHLOOM_NUM_PROCESSES", str(len(names))),
+        variable("MESHLOOM_HOSTS", ",".join(names)),
     ]
     if job.slices == 1:
-        env.append(_annotation("MESHLOOM_PROCESS_ID", INDEX))
+        env.append(annotation("MESHLOOM_PROCESS_ID", INDEX))
     else:
         env += [
-            _annotation("MESHLOOM_JOB_INDEX", SLICE),
-            _variable("MESHLOOM_PROCESSES_PER_JOB", str(job.hosts)),
+            annotation("MESHLOOM_JOB_INDEX", SLICE),
+            variable("MESHLOOM_PROCESSES_PER_JOB", str(job.hosts)),
         ]
-    ours = {variable["name"] for variable in env}
-    if both := sorted(ours & {*job.env, *job.secrets}):
-        raise ValueError(
-            f"{both[0]} is set by the launcher; remove it from --env and --secret-env"
-        )
-    env += [_variable(name, _literal(value)) for name, value in job.env.items()]
-    for name, (secret, key) in job.secrets.items():
-        source = {"secretKeyRef": {"name": secret, "key": key}}
-        env.append({"name": name, "valueFrom": source})
-    return env
+    return env + users_variables(job, env)
 
 
 def _jobset(job: Job) -> dict[str, Any]:
@@ -123,44 +126,53 @@ def _jobset(job: Job) -> dict[str, Any]:
     }
 
 
+def _fleet(job: Job) -> dict[str, Any]:
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(job, {}),
+        "spec": k8s_fleet.spec(job),
+    }
+
+
 def _pod(job: Job) -> dict[str, Any]:
-    volumes, mounts = _volumes(job)
+    claims, mounts = volumes(job)
     port = {"name": "coordinator", "containerPort": job.port, "protocol": "TCP"}
-    container = _without_empty(
+    container = without_empty(
         {
             "name": job.container,
             "image": job.image,
             "command": ["meshloom"],
-            "args": [_literal(word) for word in job.command],
+            "args": [literal(word) for word in job.command],
             "env": environment(job),
             "ports": [port],
-            "resources": _resources(job),
+            "resources": resources(job),
             "volumeMounts": mounts,
         }
     )
-    return _without_empty(
+    return without_empty(
         {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": job.grace_seconds,
-            "nodeSelector": _node_selector(job),
-            "tolerations": _tolerations(job),
+            "nodeSelector": node_selector(job),
+            "tolerations": tolerations(job),
             "containers": [container],
-            "volumes": volumes,
+            "volumes": claims,
         }
     )
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
-    volumes, mounts = _volumes(job)
-    pod = _without_empty(
+    claims, mounts = volumes(job)
+    pod = without_empty(
         {
             "terminationGracePeriodSeconds": job.grace_seconds,
-            "nodeSelector": _node_selector(job),
-            "tolerations": _tolerations(job),
+            "nodeSelector": node_selector(job),
+            "tolerations": tolerations(job),
             "containers": [
-                _without_empty({"name": job.container, "volumeMounts": mounts})
+                without_empty({"name": job.container, "volumeMounts": mounts})
             ],
-            "volumes": volumes,
+            "volumes": claims,
         }
     )
     patch = {"name": job.group, "template": {"spec": {"template": {"spec": pod}}}}
@@ -170,14 +182,14 @@ def _trainjob(job: Job) -> dict[str, Any]:
         "metadata": _metadata(job, {}),
         "spec": {
             "runtimeRef": {"name": job.runtime},
-            "trainer": _without_empty(
+            "trainer": without_empty(
                 {
                     "numNodes": job.hosts,
                     "image": job.image,
                     "command": ["meshloom"],
-                    "args": [_literal(word) for word in job.command],
+                    "args": [literal(word) for word in job.command],
                     "env": environment(job),
-                    "resourcesPerNode": _resources(job),
+                    "resourcesPerNode": resources(job),
                 }
             ),
             "runtimePatches": [
@@ -208,7 +220,7 @@ def _network_policy(job: Job) -> dict[str, Any]:
 
 def _metadata(job: Job, annotations: dict[str, str]) -> dict[str, Any]:
     labels = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
-    return _without_empty(
+    return without_empty(
         {
             "name": job.name,
             "namespace": job.namespace,
@@ -216,62 +228,6 @@ def _metadata(job: Job, annotations: dict[str, str]) -> dict[str, Any]:
             "annotations": annotations,
         }
     )
-
-
-def _resources(job: Job) -> dict[str, Any]:
-    amounts: dict[str, Any] = dict(job.requests)
-    if job.resource is not None:
-        amounts[job.resource] = job.devices
-    return {"requests": amounts, "limits": amounts} if amounts else {}
-
-
-def _node_selector(job: Job) -> dict[str, str]:
-    if job.tpu is None:
-        return {}
-    accelerator, topology = job.tpu
-    return {
-        "cloud.google.com/gke-tpu-accelerator": accelerator,
-        "cloud.google.com/gke-tpu-topology": topology,
-    }
-
-
-def _tolerations(job: Job) -> list[dict[str, str]]:
-    if job.resource is None:
-        return []
-    return [{"key": job.resource, "operator": "Exists", "effect": "NoSchedule"}]
-
-
-def _volumes(job: Job) -> tuple[list[dict], list[dict]]:
-    """Returns the volumes of the pod, and the mounts of its container."""
-    volumes: list[dict] = []
-    mounts: list[dict] = []
-    if job.devices and job.tpu is None:
-        # NCCL passes data between the GPUs of a host through it; the default is 64 MiB.
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    for number, (folder, claim) in enumerate(job.volumes.items()):
-        source = {"persistentVolumeClaim": {"claimName": claim}}
-        volumes.append({"name": f"claim-{number}", **source})
-        mounts.append({"name": f"claim-{number}", "mountPath": folder})
-    return volumes, mounts
-
-
-def _variable(name: str, value: str) -> dict[str, Any]:
-    return {"name": name, "value": value}
-
-
-def _annotation(name: str, key: str) -> dict[str, Any]:
-    path = f"metadata.annotations['{key}']"
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _literal(text: str) -> str:
-    """Escapes `$`, or Kubernetes would expand $(NAME)."""
-    return text.replace("$", "$$")
-
-
-def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value not in ({}, [])}
 
 
 # Words that some version of YAML reads as a boolean or null.
