@@ -19,9 +19,14 @@ Key = tuple[int, int, int]  # learner, incarnation, round
 
 
 class Pool:
-    """Float32 buffers that are used again: as many as were ever in use at once."""
+    """Float32 buffers that are used again: as many as were ever in use at once.
+
+    Attributes:
+      num_made: buffers that were allocated so far.
+    """
 
     def __init__(self):
+        self.num_made = 0
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
         self._lock = threading.Lock()
 
@@ -30,6 +35,7 @@ class Pool:
         size = int(np.prod(shape, dtype=np.int64))
         with self._lock:
             free = self._free[size]
+            self.num_made += not free
             flat = free.pop() if free else np.empty(size, np.float32)
         return flat.reshape(shape)
 

@@ -1,5 +1,6 @@
 """Tests of servers over real sockets, and of one that is killed in its own process."""
 
+import json
 import os
 import signal
 import subprocess
@@ -176,7 +177,15 @@ def test_a_damaged_piece_is_refused_and_can_be_sent_again(group, monkeypatch):
 def test_bad_messages_get_one_line(group):
     group.create()
     group.push(0, 0, values(0))
-    channel = next(iter(group.channels.values()))
+    address, channel = group.busiest()
+    about = {"job": "j", "learner": 0, "incarnation": 0, "round": 1}
+    held = next(block for block, owner in group.owners.items() if owner == address)
+    # More memory than there is: it must be refused before the bytes are received.
+    huge = {"block": held, "slab": 0, "start": [0, 0], "shape": [1 << 22, 1 << 22]}
+    huge |= {"dtype": "float32", "nbytes": 1 << 46, "crc": 0}
+    if len(LAYOUT.blocks[held].slabs[0].box.shape) == 3:
+        huge |= {"start": [0, 0, 0], "shape": [1, 1 << 22, 1 << 22]}
+    too_large = [json.dumps(about).encode(), json.dumps(huge).encode()]
     piece = np.ones((1, 40), np.float32)
     cases = [
         (lambda: channel.push("x", 0, 0, 1, []), "this server has no job 'x'"),
@@ -184,6 +193,7 @@ def test_bad_messages_get_one_line(group):
             lambda: channel.push("j", 0, 0, 1, [(99, 0, (0, 0), piece)]),
             "block 99 is not",
         ),
+        (lambda: channel.upload("Push", iter(too_large)), "outside of its slab"),
         (lambda: channel.upload("Push", iter([])), "expected a message with job"),
         (lambda: channel.upload("Push", iter([b'{"job": "j"}'])), "without learner"),
         (lambda: channel.pull("j", 7, [], {}), None),

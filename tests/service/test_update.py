@@ -290,7 +290,7 @@ def test_gradients_are_added_in_order_of_learner():
     facts = {"incarnation": 0, "round": 1, "base": 0, "coefficient": 1.0}
     for learner in (2, 0, 1):
         push([store], learner, 1, {"w": np.float32([payloads[learner]])})
-    rows = [{**facts, "learner": learner} for learner in (1, 2, 0)]
+    rows = [{**facts, "learner": learner} for learner in (0, 2, 1)]
     assert store.merge(1, 0, rows, 1.0)["sum_of_squares"] == 0.0
 
 
