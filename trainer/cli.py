@@ -24,6 +24,8 @@ from .commands import (
     ledger,
     plan,
     report,
+    rounds,
+    serve,
     train,
 )
 from .record import failures
@@ -31,7 +33,7 @@ from .record import failures
 # In the order of --help.
 COMMANDS = (
     *(train, explain, config, data, plan, generate, report, ckpt, ledger, drill),
-    *(certify, doctor, launch),
+    *(certify, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141

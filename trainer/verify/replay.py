@@ -109,6 +109,13 @@ def replay(run: Path, log: Callable[[str], None] = print) -> Verdict:
     )
 
 
+def num_devices(run: Path) -> int:
+    """Returns the devices of the largest learner."""
+    _read(run, "spec.json")
+    meshes = (_mesh_of(folder) for folder in sorted((run / "learners").iterdir()))
+    return max(_size(mesh) for mesh in meshes)
+
+
 def _read(run: Path, name: str) -> dict[str, Any]:
     path = run / name
     if not path.exists():
@@ -239,8 +246,8 @@ class _Replayed:
     ):
         loaded = config_files.load([str(folder / CONFIG_GIN)], (), root=Config)
         config = dataclasses.replace(loaded.config, mesh=_mesh_of(folder))
-        size = math.prod(getattr(config.mesh, axis) for axis in AXES)
-        self._prepared: Prepared = prepare(config, jax.devices()[:size])
+        devices = jax.devices()[: _size(config.mesh)]
+        self._prepared: Prepared = prepare(config, devices)
         self._exchanged = Exchanged(self._prepared, config.exchange)
         self.of, self._policy = self._exchanged.of, policy
         self._merging = Merging(self._exchanged, layout, read, policy.mix)
@@ -317,6 +324,10 @@ def _mesh_of(folder: Path) -> MeshSpec:
     """Returns the mesh that a learner had, with all its sizes."""
     text = json.loads((folder / "environment.json").read_text())["mesh"]
     return MeshSpec() if text == "1" else MeshSpec.parse(text)
+
+
+def _size(mesh: MeshSpec) -> int:
+    return math.prod(getattr(mesh, axis) for axis in AXES)
 
 
 def _key(part: Mapping[str, Any]) -> Key:
