@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import heapq
 import random
+from typing import Protocol
 
 from .cluster import Cluster, Learner, Outcome, Segment
 from .engine import Engine
@@ -19,12 +20,43 @@ from .policy import Policy
 HOPELESS = 200.0
 
 
+class Work(Protocol):
+    """What learners and servers really compute while time is simulated."""
+
+    def released(self, release: Release, fragment: int | None) -> None:
+        """A learner reads a fragment of the released version; None: all of it."""
+        ...
+
+    def computed(self, release: Release, delay: int) -> None:
+        """A learner ends its round, and does the first steps of the next if told so."""
+        ...
+
+    def arrived(self, release: Release) -> float:
+        """The contribution is at the servers; returns its weight."""
+        ...
+
+    def committed(self, commit: Commit, time: float) -> None:
+        """The servers apply a commit."""
+        ...
+
+    def settled(self, kept: set[tuple[int, int, int]]) -> None:
+        """All other contributions are done with."""
+        ...
+
+
 class Simulation:
     """One run: a heap of things that will happen, and the engine that decides."""
 
     def __init__(
-        self, policy: Policy, cluster: Cluster, num_rounds: int, *, record: bool = False
+        self,
+        policy: Policy,
+        cluster: Cluster,
+        num_rounds: int,
+        *,
+        record: bool = False,
+        work: Work | None = None,
     ):
+        self._work = work
         self._policy, self._cluster, self._record = policy, cluster, record
         num_learners = len(cluster.step_seconds)
         self._engine = Engine(policy, num_learners, num_rounds)
@@ -122,12 +154,15 @@ class Simulation:
         )
         if is_first:
             learner.bases = [release.version] * policy.fragments
+            fragment = None
             size = float(self._cluster.param_bytes)
         else:
             assert learner.release is not None
             fragment = policy.fragment_of(learner.release.round)
             learner.bases[fragment] = release.version
             size = self._fragment_bytes
+        if self._work is not None:
+            self._work.released(release, fragment)
         learner.release = release
         learner.bytes_down += size
         self._flush(learner, self._time)
@@ -151,6 +186,8 @@ class Simulation:
         arrived = self._time + wait + self._transfer(self._cluster.up)
         learner.bytes_up += self._fragment_bytes
         learner.ahead = self._policy.delay if round < self._num_rounds else 0
+        if self._work is not None:
+            self._work.computed(learner.release, learner.ahead)
         if learner.ahead:
             learner.free = self._time + learner.ahead * self._step(learner)
             self._plan(learner, "compute", self._time, learner.free)
@@ -166,7 +203,8 @@ class Simulation:
         base = learner.bases[policy.fragment_of(release.round)]
         steps = policy.steps_of(release.round)
         key = learner.index, learner.incarnation, release.round, base
-        self._feed(Contributed(self._time, *key, float(steps), steps))
+        weight = float(steps) if self._work is None else self._work.arrived(release)
+        self._feed(Contributed(self._time, *key, weight, steps))
 
     def _feed(self, event: Event) -> None:
         for decision in self._engine.handle(event):
@@ -178,6 +216,8 @@ class Simulation:
                 self._finish(decision.learner)
             else:
                 self._num_dropped += 1
+        if self._work is not None:
+            self._work.settled(self._engine.kept)
         deadline = self._engine.deadline
         if deadline is not None and deadline != self._tick:
             self._tick = deadline
@@ -194,6 +234,8 @@ class Simulation:
             learner.is_done = True
 
     def _commit(self, commit: Commit) -> None:
+        if self._work is not None:
+            self._work.committed(commit, self._time)
         earlier = self._commits_of[commit.fragment]
         for part in commit.contributions:
             if part.is_reused:
@@ -262,11 +304,17 @@ class Simulation:
 
 
 def simulate(
-    policy: Policy, cluster: Cluster, num_rounds: int, *, record: bool = False
+    policy: Policy,
+    cluster: Cluster,
+    num_rounds: int,
+    *,
+    record: bool = False,
+    work: Work | None = None,
 ) -> Outcome:
     """Simulates a job; the same arguments always give the same outcome.
 
     Args:
       record: whether to keep what every learner did when, for a picture.
+      work: what is computed meanwhile; nothing by default.
     """
-    return Simulation(policy, cluster, num_rounds, record=record).run()
+    return Simulation(policy, cluster, num_rounds, record=record, work=work).run()

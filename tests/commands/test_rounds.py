@@ -40,7 +40,7 @@ def test_json_says_what_a_straggler_costs(capsys):
 
 def test_settings_of_the_policy_can_be_changed(capsys):
     words = ["--mode", "diloco", "--rounds", "2", "--jitter", "0", "--params", "0"]
-    run("simulate", *words, "--set", "local_steps=100", "--json")
+    run("simulate", *words, "--policy", "local_steps=100", "--json")
     (found,) = json.loads(capsys.readouterr().out)
     assert found["seconds"] == pytest.approx(100.0)
 
@@ -73,9 +73,9 @@ def test_the_picture_shows_every_learner_and_commit(tmp_path, capsys):
         (["simulate", "--rounds", "0"], "--rounds must be >= 1, got 0"),
         (["simulate", "--learners", "0"], "--learners must be >= 1, got 0"),
         (["simulate", "--svg", "x.svg"], "--svg draws one run: name its mode"),
-        (["simulate", "--set", "late"], "--set 'late': expected NAME=VALUE"),
+        (["simulate", "--policy", "late"], "--policy 'late': expected NAME=VALUE"),
         (
-            ["simulate", "--mode", "async", "--set", "quorum=9"],
+            ["simulate", "--mode", "async", "--policy", "quorum=9"],
             "quorum=9 is larger than the number of learners, 8",
         ),
     ],

@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .flags import command
+from . import rounds_replay
+from .flags import add_config_flags, command
 
 if TYPE_CHECKING:
     from ...service.rounds.cluster import Cluster, Outcome
     from ...service.rounds.policy import Policy
 
 ALL = "all"
+CONFIG = "drill"
 LINK_UNITS = {"kbit": 125.0, "Mbit": 1.25e5, "Gbit": 1.25e8}
 BYTES_PER_PARAMETER = 4  # contributions are float32
 
@@ -48,6 +50,30 @@ def add(commands) -> None:
     )
     simulate.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
     simulate.add_argument("--json", action="store_true", help="print JSON")
+    rounds_replay.add(actions)
+    compare = command(
+        actions,
+        "compare",
+        _compare,
+        "train a small model in several modes, in one process and simulated time",
+    )
+    compare.add_argument(
+        "--modes",
+        nargs="+",
+        metavar="MODE",
+        help="modes to compare; default: all of them",
+    )
+    _add_cluster_flags(compare)
+    add_config_flags(compare, CONFIG, mesh=False)
+    compare.add_argument(
+        "--steps",
+        type=int,
+        default=192,
+        metavar="N",
+        help="local steps of each learner; default: 192",
+    )
+    compare.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
+    compare.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,11 +114,12 @@ def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
-        "--set",
+        "--policy",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="override a setting of the policy, such as --set local_steps=100",
+        help="override a setting of the policy, such as --policy local_steps=100; "
+        "may be repeated",
     )
 
 
@@ -111,7 +138,7 @@ def _simulate(args: argparse.Namespace) -> None:
     if args.mode == ALL and args.svg is not None:
         raise ValueError("--svg draws one run: name its mode by --mode")
     modes = list(PRESETS) if args.mode == ALL else [args.mode]
-    policies = {mode: policy_of(mode, args.set) for mode in modes}
+    policies = {mode: policy_of(mode, args.policy) for mode in modes}
     cluster = cluster_of(args)
     num_slow = sum(count for count, _ in _slow(args))
     num_steps = args.rounds * max(p.local_steps for p in policies.values())
@@ -136,15 +163,47 @@ def _simulate(args: argparse.Namespace) -> None:
     _show(args, rows)
 
 
+def _compare(args: argparse.Namespace) -> None:
+    from ...service.rounds.policy import PRESETS
+
+    modes = list(dict.fromkeys(args.modes or PRESETS))
+    policies = {mode: policy_of(mode, args.policy) for mode in modes}
+    cluster = cluster_of(args)
+    for mode, policy in policies.items():
+        policy.check_learners(args.learners)
+        try:
+            policy.num_rounds(args.steps)
+        except ValueError as error:
+            raise ValueError(f"--steps, mode {mode!r}: {error}") from None
+
+    from ..config import files as config_files
+    from ..run.train import Config
+    from ..verify import compare as compare_lib
+    from ..verify import compare_plot
+
+    names = args.config or [CONFIG]
+    bindings = [*args.set, f"num_steps={args.steps}"]
+    config = config_files.load(names, bindings, root=Config).config
+    results = compare_lib.compare(config, policies, cluster)
+    if args.svg is not None:
+        args.svg.write_text(compare_plot.svg(results), encoding="utf-8")
+    if args.json:
+        print(json.dumps([result.to_json() for result in results], indent=1))
+        return
+    print(compare_plot.table(results))
+    if args.svg is not None:
+        print(f"\nThe plot is in {args.svg}.")
+
+
 def policy_of(mode: str, settings: list[str]) -> "Policy":
-    """Returns the policy of a mode with the settings of --set."""
+    """Returns the policy of a mode with the settings of --policy."""
     from ...service.rounds.policy import make_policy
 
     overrides: dict[str, Any] = {}
     for words in settings:
         name, equals, value = words.partition("=")
         if not equals:
-            raise ValueError(f"--set {words!r}: expected NAME=VALUE")
+            raise ValueError(f"--policy {words!r}: expected NAME=VALUE")
         try:
             overrides[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

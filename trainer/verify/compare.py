@@ -1,0 +1,363 @@
+"""Trains a small model in every mode, in one process and in simulated time.
+
+The engine and the clock are those of the simulator, merging and updating those of the
+servers, and gradients those of a Program. Learners share the compiled Program; random
+keys of a model (dropout) are those of the first rows for all of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...service.blocks.box import Box
+from ...service.blocks.layout import Layout, make_layout
+from ...service.learner import shards
+from ...service.rounds.cluster import Cluster, Outcome
+from ...service.rounds.events import Commit, Release
+from ...service.rounds.policy import Policy
+from ...service.rounds.simulate import simulate
+from ...service.server.store import BlockStore
+from ...sharding import MeshSpec, parse_plan
+from ..data.batches import SAMPLE_IDS, Batches, Share
+from ..data.shuffle import Order
+from ..program.build import Program, build
+from ..run import exchange as exchange_lib
+from ..run.exchange_update import make_update, update_spec
+from ..run.held_out import with_weights
+
+REFERENCE = "sync"
+EVAL_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Shared parameters at some time: committed samples, and the held-out loss."""
+
+    samples: int
+    seconds: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One mode.
+
+    Attributes:
+      distance: |parameters - those of sync| / |those of sync|, at the end.
+      seconds_to_target: simulated time to the final loss of sync; None: never.
+    """
+
+    mode: str
+    points: tuple[Point, ...]
+    outcome: Outcome
+    distance: float
+    seconds_to_target: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        learners = self.outcome.learners
+        return {
+            "mode": self.mode,
+            "loss": self.points[-1].loss,
+            "seconds": self.outcome.seconds,
+            "seconds_to_target": self.seconds_to_target,
+            "distance": self.distance,
+            "bytes_per_learner": self.bytes_per_learner,
+            "commits": self.outcome.num_commits,
+            "dropped": self.outcome.num_dropped,
+            "samples": self.points[-1].samples,
+            "points": [dataclasses.astuple(point) for point in self.points],
+            "learners": len(learners),
+        }
+
+    @property
+    def bytes_per_learner(self) -> float:
+        """Bytes that a learner sends and receives, on average."""
+        learners = self.outcome.learners
+        return sum(x.bytes_up + x.bytes_down for x in learners) / len(learners)
+
+
+class Task:
+    """What all modes have in common: the model, its Program and the data."""
+
+    def __init__(self, config: Any, num_learners: int):
+        """Args:
+        config: of a run; `batch_size` is that of one step over all learners.
+        """
+        self.config, self.num_learners = config, num_learners
+        self.rows = Share(0, num_learners).size(config.batch_size)
+        data = with_weights(config, config.data.open("train"))
+        held_out = with_weights(config, config.data.open("eval"))
+        self._batches = Batches(data, Order(len(data), config.seed), self.rows)
+        num_eval = min(len(held_out), EVAL_ROWS) // self.rows
+        if not num_eval:
+            raise ValueError(
+                f"the held-out split has {len(held_out)} examples, fewer than the "
+                f"{self.rows} rows of a learner's batch; lower batch_size"
+            )
+        order = Order(len(held_out), config.seed)
+        held_out_batches = Batches(held_out, order, self.rows, training=False)
+        mesh = MeshSpec(data=1).make(jax.devices()[:1])
+        first = {name: np.asarray(x) for name, x in self._batches[0].items()}
+        shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in first.items()}
+        shapes[SAMPLE_IDS] = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
+        self.program: Program = build(
+            config.model,
+            config.optimizer,
+            mesh,
+            parse_plan("data"),
+            shapes,
+            learning_rate=config.schedule.make(config.num_steps),
+            seed=config.seed,
+            max_grad_norm=config.max_grad_norm,
+            facts=data.describe(),
+            donate=False,
+        )
+        self.initial = self.program.init(jax.random.key(config.seed))
+        self._held_out = [
+            self._placed(held_out_batches, step) for step in range(num_eval)
+        ]
+
+    def batch(self, step: int, learner: int) -> dict[str, jax.Array]:
+        """Returns the rows of batch `step` that a learner takes."""
+        share = Share(learner, self.num_learners)
+        return self._placed(self._batches, share.number(step))
+
+    def _placed(self, batches: Batches, number: int) -> dict[str, jax.Array]:
+        arrays = batches[number]
+        arrays[SAMPLE_IDS] = batches.sample_ids(number).astype(np.uint32)
+        return jax.device_put(arrays, self.program.batch_shardings)
+
+    def loss(self, leaves: list[np.ndarray]) -> float:
+        """Returns the held-out loss of parameters."""
+        state = self.initial._replace(params=self.params(leaves))
+        sums = [self.program.evaluate(state, batch) for batch in self._held_out]
+        total = sum(float(s["loss"]) for s in sums)
+        return total / sum(float(s["weight"]) for s in sums)
+
+    def params(self, leaves: list[np.ndarray]) -> Any:
+        structure = jax.tree.structure(self.initial.params)
+        params = jax.tree.unflatten(structure, leaves)
+        return jax.device_put(params, self.program.shardings.params)
+
+    def make_layout(self, policy: Policy) -> Layout:
+        layout = self.program.layout
+        found = exchange_lib.exchanged(
+            exchange_lib.Config(), layout.abstract.params, layout.axes.params
+        )
+        kind = type(self.config.optimizer)
+        granularity = kind.granularity if policy.outer is None else None
+        return make_layout(
+            [leaf for _, leaf in found],
+            granularity=granularity or "element",
+            fragments=policy.fragments,
+        )
+
+
+@dataclasses.dataclass
+class Replica:
+    """A learner's own state: parameters on the host, and the optimizer's."""
+
+    leaves: list[np.ndarray]
+    base: list[np.ndarray]  # what the servers had when each fragment was read
+    opt_state: Any
+    done: int = 0  # steps of the current round
+    payload: list[np.ndarray] = dataclasses.field(default_factory=list)
+    weight: float = 0.0
+
+
+class Training:
+    """The `Work` of a simulation: one mode with real numerics."""
+
+    def __init__(self, task: Task, policy: Policy, num_points: int):
+        self._task, self._policy = task, policy
+        self._layout = task.make_layout(policy)
+        config = SimpleNamespace(
+            exchange=SimpleNamespace(policy=policy),
+            optimizer=task.config.optimizer,
+            schedule=task.config.schedule,
+            num_steps=task.config.num_steps,
+        )
+        spec = {
+            "job": "compare",
+            "policy": policy.to_json(),
+            "layout": self._layout.to_json(),
+            "update": update_spec(config),
+        }
+        self._store = BlockStore(spec, make_update=make_update)
+        leaves = [np.array(x) for x in jax.tree.leaves(task.initial.params)]
+        self._stage((0, 1, 0), leaves, None)
+        self._replicas: dict[int, Replica] = {}
+        self._bases: dict[tuple[int, int, int], int] = {}
+        self._reading: dict[int, int] = {}  # the version that each learner began with
+        self._samples = 0
+        self._every = task.config.batch_size * task.config.num_steps / num_points
+        self.points = [Point(0, 0.0, task.loss(leaves))]
+
+    def released(self, release: Release, fragment: int | None) -> None:
+        """Reads the released version into the learner's parameters."""
+        self._reading[release.learner] = release.version
+        if fragment is None:
+            leaves = self.shared()
+            base = [np.array(x) for x in leaves]
+            opt_state = self._task.initial.opt_state
+            self._replicas[release.learner] = Replica(leaves, base, opt_state)
+            return
+        replica, mix = self._replicas[release.learner], self._policy.mix
+        for block in self._layout.blocks:
+            if self._layout.fragment_of(block.index) != fragment:
+                continue
+            for slab in block.slabs:
+                new = self._store.read(release.version, slab.leaf, slab.box)
+                index = (*slab.box.slices(), ...)
+                own = replica.leaves[slab.leaf][index]
+                replica.leaves[slab.leaf][index] = mix * new + (1 - mix) * own
+                replica.base[slab.leaf][index] = new
+
+    def computed(self, release: Release, delay: int) -> None:
+        """Computes what a learner sends, and steps of its next round."""
+        replica, policy = self._replicas[release.learner], self._policy
+        first = policy.steps_before(release.round)
+        last = policy.steps_before(release.round + 1)
+        if policy.outer is None:
+            self._gradients(release.learner, replica, first)
+            return
+        replica.weight = 0.0
+        self._local_steps(release.learner, replica, first + replica.done, last)
+        pairs = zip(replica.base, replica.leaves, strict=True)
+        replica.payload = [base - now for base, now in pairs]
+        # Steps that were done ahead have the weight of the others.
+        replica.weight *= (last - first) / max(last - first - replica.done, 1)
+        weight = replica.weight
+        self._local_steps(release.learner, replica, last, last + delay)
+        replica.done, replica.weight = delay, weight
+
+    def arrived(self, release: Release) -> float:
+        replica = self._replicas[release.learner]
+        key = release.learner, release.incarnation, release.round
+        self._stage(key, replica.payload, self._policy.fragment_of(release.round))
+        self._bases[key] = release.version
+        return replica.weight
+
+    def committed(self, commit: Commit, time: float) -> None:
+        """Merges and applies a commit as a coordinator with one server does."""
+        contributions = [dataclasses.asdict(part) for part in commit.contributions]
+        merged = self._store.merge(
+            commit.version, commit.fragment, contributions, commit.divisor
+        )
+        scale = 1.0 if merged["finite"] else 0.0
+        limit = self._task.config.max_grad_norm
+        if merged["finite"] and limit is not None and self._policy.outer is None:
+            norm = math.sqrt(merged["sum_of_squares"])
+            scale = min(1.0, limit / max(norm, 1e-12))
+        # Compensation compares with the version that a gradient came from; nothing
+        # else reads an old one.
+        keep = {*self._bases.values(), *self._reading.values()}
+        keep = keep if self._policy.compensation else set()
+        self._store.apply(commit.version, scale, commit.step, commit.share, keep)
+        for part in commit.contributions:
+            if not part.is_reused:
+                steps = self._policy.steps_of(part.round)
+                self._samples += steps * self._task.rows
+        if self._samples >= len(self.points) * self._every:
+            self.note(time)
+
+    def settled(self, kept: set[tuple[int, int, int]]) -> None:
+        gone = [key for key in self._bases if key not in kept]
+        self._store.drop(gone)
+        for key in gone:
+            del self._bases[key]
+
+    def shared(self) -> list[np.ndarray]:
+        """Returns a copy of the newest shared parameters."""
+        newest = self._store.newest
+        assert newest is not None
+        boxes = [Box.whole(leaf.shape) for leaf in self._layout.leaves]
+        return [np.array(self._store.read(newest, i, b)) for i, b in enumerate(boxes)]
+
+    def note(self, time: float) -> None:
+        """Records the held-out loss of the shared parameters."""
+        loss = self._task.loss(self.shared())
+        self.points.append(Point(self._samples, time, loss))
+
+    def _gradients(self, learner: int, replica: Replica, step: int) -> None:
+        state = self._state(replica, step)
+        batch = self._task.batch(step, learner)
+        found = self._task.program.gradients(state, batch)
+        replica.payload = [np.asarray(x) for x in jax.tree.leaves(found.params)]
+        replica.weight = float(found.sums["weight"])
+
+    def _local_steps(self, learner: int, replica: Replica, start: int, stop: int):
+        if stop == start:
+            return
+        state = self._state(replica, start)
+        for step in range(start, stop):
+            batch = self._task.batch(step, learner)
+            state, metrics = self._task.program.step(state, batch)
+            replica.weight += float(metrics["weight"])
+        replica.leaves = [np.array(x) for x in jax.tree.leaves(state.params)]
+        replica.opt_state = state.opt_state
+
+    def _state(self, replica: Replica, step: int) -> Any:
+        number = jax.device_put(np.int32(step), self._task.program.shardings.step)
+        return self._task.initial._replace(
+            step=number,
+            params=self._task.params(replica.leaves),
+            opt_state=replica.opt_state,
+        )
+
+    def _stage(
+        self, key: tuple[int, int, int], leaves: list[np.ndarray], fragment: int | None
+    ):
+        host = {
+            (i, Box.whole(x.shape)): np.asarray(x, np.float32)
+            for i, x in enumerate(leaves)
+        }
+        for piece in shards.to_pieces(self._layout, host, fragment):
+            self._store.stage(*key, piece.block, piece.slab, piece.start, piece.array)
+
+
+def compare(
+    config: Any,
+    policies: Mapping[str, Policy],
+    cluster: Cluster,
+    *,
+    num_points: int = 16,
+) -> list[Result]:
+    """Trains in every mode with the same samples; sync is trained in any case.
+
+    Args:
+      config: of a run; `num_steps` is the number of local steps of each learner.
+      cluster: learners and links. Its `param_bytes` says what is simulated, which
+        need not be the size of the model.
+    """
+    task = Task(config, len(cluster.step_seconds))
+    num_steps: int = config.num_steps
+    rounds = {mode: p.num_rounds(num_steps) for mode, p in policies.items()}
+    runs = {}
+    for mode in [REFERENCE, *(m for m in policies if m != REFERENCE)]:
+        policy = policies.get(mode) or Policy()
+        training = Training(task, policy, num_points)
+        num_rounds = rounds.get(mode, num_steps)
+        outcome = simulate(policy, cluster, num_rounds, work=training)
+        training.note(outcome.seconds)
+        runs[mode] = training.points, outcome, _flat(training.shared())
+    points, _, reference = runs[REFERENCE]
+    target = points[-1].loss
+    results = []
+    for mode in policies:
+        points, outcome, params = runs[mode]
+        reached = [point.seconds for point in points if point.loss <= target]
+        distance = np.linalg.norm(params - reference) / np.linalg.norm(reference)
+        first = min(reached, default=None)
+        results.append(Result(mode, tuple(points), outcome, float(distance), first))
+    return results
+
+
+def _flat(leaves: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([leaf.ravel().astype(np.float64) for leaf in leaves])
