@@ -25,27 +25,31 @@ TOKEN = "/var/run/meshloom/token"
 LINK = 'mkdir -p "$0" && ln -sfn ../.. "$0/$1" && shift && exec meshloom "$@"'
 
 NOTE = """\
-# A learner that fails is restarted alone, all of its hosts together (RestartJob). If a
-# pod of the service fails, everything restarts, and continues from its checkpoints.
-# Exit code 2 means input that you must fix, and fails the job.
+# A learner that fails is restarted alone. On one host, its Job replaces the pod; on
+# several, all of them restart together (RestartJob, which JobSet has since 0.12 and only
+# with its feature gate RestartJob). If a pod of the service fails, everything restarts,
+# and continues from its checkpoints. Exit code 2 means input that you must fix, and
+# fails the job.
 """
 
 
 def spec(job: Job) -> dict[str, Any]:
     """Returns the spec of a JobSet with a coordinator, servers and learners."""
-    rules = [
-        {
-            "name": "badInput",
-            "action": "FailJobSet",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-        },
-        {
-            "name": "learner",
-            "action": "RestartJob",
-            "targetReplicatedJobs": ["learner"],
-        },
-    ]
+    most = 5 if job.max_restarts is None else job.max_restarts
+    is_single = job.hosts == 1
+    bad_input = {
+        "name": "badInput",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    learner = {
+        "name": "learner",
+        "action": "FailJobSet" if is_single else "RestartJob",
+        "targetReplicatedJobs": ["learner"],
+    }
     learners = _replicated(job, "learner", job.learners, job.hosts, _learner(job))
+    if is_single:
+        learners["template"]["spec"]["backoffLimit"] = most
     if job.tpu is not None:
         # A learner is a slice, which is one node pool; the service is elsewhere.
         key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
@@ -61,9 +65,9 @@ def spec(job: Job) -> dict[str, Any]:
         },
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["learner"]},
         "failurePolicy": {
-            "maxRestarts": 5 if job.max_restarts is None else job.max_restarts,
+            "maxRestarts": most,
             "restartStrategy": "BlockingRecreate",
-            "rules": rules,
+            "rules": [bad_input, learner],
         },
         "replicatedJobs": [
             _replicated(job, "coordinator", 1, 1, _coordinator(job)),

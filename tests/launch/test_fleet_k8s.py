@@ -108,6 +108,17 @@ def test_roles_and_what_ends_and_restarts_them(jobset):
     assert {bad_input["action"], learner["action"]} < set(published)
 
 
+def test_a_learner_on_one_host_needs_no_feature_gate(jobset):
+    document = jobset(*FLEETS["cpu"], "--max-restarts", "7")
+    limits = {
+        name: role["template"]["spec"]["backoffLimit"]
+        for name, role in roles(document).items()
+    }
+    assert limits == {"coordinator": 0, "server": 0, "learner": 7}
+    actions = [rule["action"] for rule in document["spec"]["failurePolicy"]["rules"]]
+    assert actions == ["FailJobSet", "FailJobSet"]  # once it has used up its restarts
+
+
 @pytest.mark.parametrize("name", ["gpu", "tpu"])
 def test_only_learners_get_devices(name, jobset):
     found = roles(jobset(*FLEETS[name]))
