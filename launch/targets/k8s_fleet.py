@@ -26,10 +26,10 @@ LINK = 'mkdir -p "$0" && ln -sfn ../.. "$0/$1" && shift && exec meshloom "$@"'
 
 NOTE = """\
 # A learner that fails is restarted alone. On one host, its Job replaces the pod; on
-# several, all of them restart together (RestartJob, which JobSet has since 0.12 and only
-# with its feature gate RestartJob). If a pod of the service fails, everything restarts,
-# and continues from its checkpoints. Exit code 2 means input that you must fix, and
-# fails the job.
+# several, all of them restart together (RestartJob, which JobSet has since 0.12, and
+# only with its feature gate RestartJob). If a pod of the service fails, everything
+# restarts, and continues from its checkpoints. Exit code 2 means input that you must
+# fix, and fails the job.
 """
 
 
