@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pathlib
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -83,3 +84,20 @@ def test_the_picture_shows_every_learner_and_commit(tmp_path, capsys):
 def test_wrong_flags_are_refused_in_one_line(words, message):
     with pytest.raises(ValueError, match=message):
         run(*words)
+
+
+def test_the_page_shows_what_the_simulator_prints(capsys):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "rounds.md").read_text()
+    line = next(x for x in page.splitlines() if x.startswith("meshloom rounds simu"))
+    run(*line.split()[2:])
+    assert capsys.readouterr().out.strip() in page
+
+
+@pytest.mark.parametrize("name", ["sync", "decoupled"])
+def test_pictures_of_the_page_are_those_of_its_commands(name, tmp_path):
+    docs = pathlib.Path(__file__).parents[2] / "docs"
+    page = (docs / "rounds.md").read_text()
+    line = next(x for x in page.splitlines() if x.endswith(f"--svg {name}.svg"))
+    path = tmp_path / "run.svg"
+    run(*line.split()[2:-1], str(path))
+    assert path.read_text() == (docs / f"rounds-{name}.svg").read_text()
