@@ -19,15 +19,14 @@ MARGIN, LEFT, PANEL, HEIGHT, TOP, BETWEEN = 24, 40, 420, 260, 74, 60
 
 def table(results: Sequence[Result]) -> str:
     """Returns the comparison as aligned text."""
-    head = (
-        "mode|held-out loss|time|time to sync's loss|distance to sync|a learner moves"
-    )
-    rows = [[*head.split("|"), "commits", "dropped"]]
+    head = "mode|samples|held-out loss|time|to 1.05 x sync's loss|distance to sync"
+    rows = [[*head.split("|"), "a learner moves", "commits", "dropped"]]
     for result in results:
         outcome, target = result.outcome, result.seconds_to_target
         rows.append(
             [
                 result.mode,
+                str(result.points[-1].samples),
                 f"{result.points[-1].loss:.4f}",
                 seconds_text(outcome.seconds),
                 "not reached" if target is None else seconds_text(target),
