@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,10 +69,10 @@ class Config:
     outer_learning_rate: float | None = None
     outer_momentum: float | None = None
     paths: tuple[str, ...] = ("*",)
-    token_file: Path | None = None
-    tls_ca_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
+    token_file: str | None = None
+    tls_ca_file: str | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
 
     def __post_init__(self):
         if self.learners < 1:

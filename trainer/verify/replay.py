@@ -285,10 +285,16 @@ class _Replayed:
         return self._merging.change(state.params)
 
     def _joined(self, round: Round) -> State:
-        """Returns the state after joining, with all parameters of a version."""
-        state = self.initial()
-        if round.optimizer_step:
+        """Returns the state after joining, with all parameters of a version.
+
+        A learner that sends gradients has no optimizer state of its own.
+        """
+        if round.optimizer_step and self._policy.outer is not None:
             state = _copy(self._saved[round.optimizer_step])
+        elif self._policy.outer is None and self._state is not None:
+            state = self._state
+        else:
+            state = self._state = self.initial()
         fetched, _ = self._merging.fetch(round.base, None)
         return self._exchanged.at_step(
             self._merging.replace(state, fetched), round.first
