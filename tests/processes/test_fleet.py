@@ -1,5 +1,6 @@
 """A real fleet on this machine: two learners, two servers, and what kills do to it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from launched import default_signals, ending, wait_until
+from slurm_cluster import slurm_cluster
 from test_jobs import ends
 from tiny_runs import COMMAND
+from two_hosts import ssh_daemon, two_hosts
 
 from meshloom.launch.fleet_status import last_commit
 from meshloom.trainer.record import metrics
@@ -139,3 +142,29 @@ def test_killed_it_leaves_nobody_behind(fleet):
     fleet.process.send_signal(signal.SIGKILL)
     assert fleet.status() == -signal.SIGKILL
     assert len(fleet.pids()) >= 7
+
+
+# On two hosts: the service runs on the first, and each has a learner.
+
+
+@pytest.mark.parametrize("target", ["ssh", "slurm"])
+def test_a_fleet_on_two_hosts(target, tmp_path):
+    run, output = tmp_path / "run", tmp_path / "output"
+    train = ["train", "--config", "drill", "--steps", "8", "--workdir", str(run)]
+    with two_hosts(tmp_path) as (a, b), contextlib.ExitStack() as stack:
+        flags, env = ["--nodes", "2"], {}
+        if target == "slurm":
+            env = stack.enter_context(slurm_cluster(a, b))
+        else:
+            ssh = ssh_daemon(b, tmp_path / "ssh")
+            flags = ["--hosts", f"{a.name},{b.name}", "--ssh", " ".join(ssh)]
+        argv = [COMMAND, "launch", target, *flags, "--learners", "2", "--cpu-devices"]
+        fleet = a.start([*argv, "1", "--", *train], output, env)
+        with ending(fleet):
+            status = fleet.wait(SECONDS)
+        assert status == 0, output.read_text(errors="replace")
+    rows = metrics.read(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    for number, host in enumerate((a, b)):
+        log = run / "learners" / str(number) / "logs" / "worker-0.log"
+        assert f"process 0 of 1 on host {host.name}, " in log.read_text()
