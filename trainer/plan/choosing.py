@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.pipeline.simulate import GATHERS
 from ...sharding.plans import AUTO
-from ...sharding.text import human_bytes
+from ...sharding.text import human_bytes, seconds_text
 from ..program import contract
 from ..program.computation import Chosen, plain
 from ..program.hardware import CPU, Target
@@ -31,7 +31,6 @@ from .local_target import published_target
 from .predict import Forecast
 from .scenario import Case, make_case
 from .searching.candidates import Choice, choices_on, first_divided
-from .text import seconds_text
 
 if TYPE_CHECKING:
     from ..run.train import Config

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.text import human_bytes, short_number
+from ...sharding.text import human_bytes, seconds_text, short_number
 from ..program.hardware import CPU
 from ..record import metrics
 from .local_target import target_here
 from .predict import Forecast, forecast
-from .text import seconds_text
 
 if TYPE_CHECKING:
     from ..run.prepare import Prepared

@@ -4,16 +4,34 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.text import align, human_bytes
+from ...sharding.text import align, human_bytes, seconds_text
 from . import explain
 from .advice import Change, cheapest_changes
 from .predict import Forecast
-from .searching.scaling import in_words, smallest
-from .text import bar, print_styled, seconds_text
+from .searching.searching import in_words, smallest
 from .traffic import by_axes
 
 if TYPE_CHECKING:
     from .compile.compiled import Compiled
+
+WIDTH = 32  # of a bar
+
+
+def print_styled(text: str) -> None:
+    """Prints through rich, which knows the terminal's colours; wraps no lines."""
+    from rich.console import Console
+    from rich.text import Text
+
+    styled = Text(text)
+    styled.highlight_regex("█+", "cyan")
+    styled.highlight_regex("It fits|It does not fit|Nothing fits", "bold")
+    Console().print(styled, soft_wrap=True)
+
+
+def bar(share: float, width: int = WIDTH) -> str:
+    filled = min(width, round(share * width))
+    more = "+" if share > 1 else ""
+    return "█" * filled + more if filled else "▏" * (share > 0)
 
 
 def show(

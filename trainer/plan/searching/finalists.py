@@ -3,10 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from ....sharding.text import align, human_bytes
+from ....sharding.text import align, human_bytes, seconds_text
 from ..compile.compiled import Compiled, Refused, compile_step
 from ..predict import Forecast
-from ..text import seconds_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ from html import escape
 import numpy as np
 
 from ....sharding.pipeline.picture import FONT, INK, PAPER, RULE, SHADES, SOFT
+from ....sharding.text import seconds_text
 from ...record.curves import Axis, value_axis
-from ..text import seconds_text
-from .scaling import Kind, Point
+from .searching import Kind, Point
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 72, 40, 76, 60
