@@ -33,6 +33,7 @@ class Case:
     Attributes:
       rows: examples of a microbatch, over all devices.
       costs: of one microbatch (models/costs.py: Costs).
+      params, opt_state, gradients, compute: the trees of the state, each as sharded.
     """
 
     config: "Config"
@@ -44,6 +45,10 @@ class Case:
     rows: int
     length: int
     costs: Any
+    params: Resolved
+    opt_state: Resolved
+    gradients: Resolved
+    compute: Resolved
 
     @property
     def spec(self) -> MeshSpec:
@@ -72,22 +77,6 @@ class Case:
     @property
     def fitted(self) -> Fitted:
         return fitted_to(self.target.device.platform)
-
-    @property
-    def params(self) -> Resolved:
-        return self.sharded.params
-
-    @property
-    def opt_state(self) -> Resolved:
-        return self.sharded.opt_state
-
-    @property
-    def gradients(self) -> Resolved:
-        return self.sharded.gradients
-
-    @property
-    def compute(self) -> Resolved:
-        return self.sharded.compute
 
     def ways(self, axes: Any, shape: Sequence[int]) -> int:
         """Returns into how many shards an array is split."""
@@ -191,6 +180,7 @@ def _make_case(config: "Config", target: Target) -> Case:
         rows=rows,
         length=length,
         costs=costs,
+        **sharded.trees,
     )
 
 

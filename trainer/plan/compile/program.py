@@ -19,8 +19,7 @@ from typing import Any
 from ....sharding import hlo
 from ....sharding.hlo import text as hlo_text
 from ...program.hardware import Target
-from .walk import Walk
-from .wires import Wires
+from .walk import Walk, Wires
 
 
 @dataclasses.dataclass(frozen=True)

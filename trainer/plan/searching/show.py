@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ....sharding.text import align, human_bytes, seconds_text
 from ...program.hardware import Target
+from ..compile.compiled import Finalist, compile_finalist, table
 from ..predict import Forecast
 from ..show import bar, print_styled
-from .finalists import Finalist, compile_finalist, table
 from .reasons import reasons, why_not
 from .searching import (
     Candidate,
