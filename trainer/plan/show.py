@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...sharding.text import align, human_bytes, seconds_text
+from ...sharding.text import align, human_bytes, percent, seconds_text
 from . import explain
 from .advice import Change, cheapest_changes
 from .predict import Forecast
@@ -49,7 +49,15 @@ def show(
     """
     changes = [] if found.fits else cheapest_changes(found)
     if as_json:
-        document = _json(found, changes, compiled)
+        document = found.to_json() | {
+            "changes": [
+                {"flags": [*c.flags], "peak": c.forecast.memory.peak, "time": c.slower}
+                for c in changes
+            ],
+            "next": found.next_limit() if found.fits else "memory",
+        }
+        if compiled is not None:
+            document["compiled"] = compiled.to_json()
         if with_arrays:
             document["explain"] = explain.to_json(found)
         print(json.dumps(document, indent=1))
@@ -65,21 +73,6 @@ def show(
         print_styled(f"\nIt fits. Next to run out: {found.next_limit()}.")
     else:
         print_styled(_does_not_fit(found, changes))
-
-
-def _json(
-    found: Forecast, changes: Sequence[Change], compiled: "Compiled | None"
-) -> dict[str, Any]:
-    document = found.to_json() | {
-        "changes": [
-            {"flags": list(c.flags), "peak": c.forecast.memory.peak, "time": c.slower}
-            for c in changes
-        ],
-        "next": found.next_limit() if found.fits else "memory",
-    }
-    if compiled is not None:
-        document["compiled"] = compiled.to_json()
-    return document
 
 
 def _does_not_fit(found: Forecast, changes: Sequence[Change]) -> str:
@@ -110,12 +103,10 @@ def _head(found: Forecast) -> str:
     ]
     if case.pipeline is not None:
         done = case.pipeline.simulation
-        words = (
-            f"{done.name}, {done.num_stages} stages, {100 * done.bubble:.1f} % bubble, "
-            f"{done.slots} inputs in flight; live by stage "
-            f"{', '.join(map(str, done.live))}"
-        )
-        rows.append(("pipeline", words))
+        words = f"{done.name}, {done.num_stages} stages, {percent(done.bubble)} bubble"
+        live = ", ".join(map(str, done.live))
+        inputs = f"{done.slots} inputs in flight; live by stage {live}"
+        rows.append(("pipeline", f"{words}, {inputs}"))
     return align(rows)
 
 
