@@ -56,26 +56,23 @@ def choose(
     if not _open(config, sizes):
         return Chosen(config, plain(config))
     if target is None or target.device.platform == CPU:
-        why = reason or "on CPUs nothing is compared"
-        return _plainly(config, sizes, f"the plain settings, {why}")
+        return _plainly(config, sizes, f", {reason or 'on CPUs nothing is compared'}")
     if not hasattr(config.model, "costs"):
         name = type(config.model).__name__
-        return _plainly(
-            config, sizes, f"the plain settings, {name} has no method `costs`"
-        )
+        return _plainly(config, sizes, f", {name} has no method `costs`")
     try:
         found = list(_candidates(config, target))
     except Exception as error:  # also from a user's `costs`: a run must go on
         first = str(error).split("\n")[0].split(". ")[0]
-        return _plainly(config, sizes, f"the plain settings: {first}")
+        return _plainly(config, sizes, f": {first}")
     if not found:  # the run itself reports what is wrong
         return Chosen(config, plain(config))
     best, why = _best(found, target, getattr(config.model, "remat", None))
-    words = _words(config, best.config, sizes)
-    step = seconds_text(best.roofline.step)
-    figures = f"{human_bytes(best.memory.peak)} of a device and {step} a step"
-    line = f"Chosen: {words}: {figures} by the closed form, {why}"
-    return Chosen(config, best.config, line if words else "")
+    if not (words := _words(config, best.config, sizes)):
+        return Chosen(config, best.config)
+    memory, step = human_bytes(best.memory.peak), seconds_text(best.roofline.step)
+    figures = f"{memory} of a device and {step} a step by the closed form"
+    return Chosen(config, best.config, f"Chosen: {words}: {figures}, {why}")
 
 
 def choose_here(
@@ -97,7 +94,8 @@ def _plainly(config: "Config", sizes: Mapping[str, int], why: str) -> Chosen:
     # With one device along both axes there is nothing to choose.
     if sizes["tensor"] == 1 and sizes["pipe"] == 1:
         return Chosen(config, found)
-    return Chosen(config, found, f"Chosen: {_words(config, found, sizes)}: {why}")
+    words = _words(config, found, sizes)
+    return Chosen(config, found, f"Chosen: {words}: the plain settings{why}")
 
 
 def _open(config: "Config", sizes: Mapping[str, int]) -> bool:
