@@ -128,7 +128,7 @@ class Forecast:
             "flops": dataclasses.asdict(self.flops),
             "traffic": [dataclasses.asdict(t) for t in self.transfers],
             "traffic_by_axes": {
-                ",".join(axes): count for axes, count in by_axes(self.transfers).items()
+                ",".join(k): n for k, n in by_axes(self.transfers).items()
             },
             "seconds": {
                 **self.roofline.parts,

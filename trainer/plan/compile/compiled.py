@@ -105,15 +105,11 @@ class Compiled:
     def _unexpected(self, forecast: Forecast) -> list[str]:
         expected = {(t.kind, frozenset(t.axes)) for t in forecast.transfers}
         found = [
-            (
-                count,
-                f"  not in the forecast: {kind} over {','.join(axes)}, "
-                f"{human_bytes(count)}, {source}",
-            )
+            (count, f"{kind} over {','.join(axes)}, {human_bytes(count)}, {source}")
             for kind, axes, source, count in self.sources
             if (kind, frozenset(axes)) not in expected and count >= SMALL
         ]
-        return [line for _, line in sorted(found, reverse=True)]
+        return [f"  not in the forecast: {x}" for _, x in sorted(found, reverse=True)]
 
 
 class Refused(ValueError):
@@ -159,37 +155,28 @@ def compile_step(forecast: Forecast, keep: Path | None = None) -> Compiled:
         )
     compiler = find_compiler(target)
     with tempfile.TemporaryDirectory(prefix="meshloom-compile-") as folder:
-        job = Path(folder) / "job.pickle"
-        facts = {
-            "config": forecast.config,
-            "mesh": forecast.case.spec,
-            "topology": compiler.topology,
-        }
+        job, dump = Path(folder) / "job.pickle", Path(folder) / "dump"
+        facts = {"config": forecast.config, "topology": compiler.topology}
         job.write_bytes(pickle.dumps(facts))
-        dump = Path(folder) / "dump"
         # XLA takes the last of equal flags, so the user's come after ours.
         flags = [*compiler.flags, os.environ.get("XLA_FLAGS", "")]
         flags += [f"--xla_dump_to={dump}"]
         done = subprocess.run(
             [sys.executable, "-m", MODULE, str(job), str(dump)],
-            env={
-                **compiler.environment,
-                **os.environ,
-                "XLA_FLAGS": " ".join(flags),
-            },
+            env=compiler.environment | {**os.environ, "XLA_FLAGS": " ".join(flags)},
             capture_output=True,
             text=True,
         )
-        result = Path(folder) / "job.json"
+        result, program = job.with_suffix(".json"), job.with_suffix(".hlo")
         if done.returncode or not result.exists():
             raise Refused(
                 f"--compile for {target.name}: the compiler refused the step: "
                 f"{reason(done.stderr)}"
             )
         if keep is not None:
-            shutil.copy(Path(folder) / "job.hlo", keep)
+            shutil.copy(program, keep)
         found = json.loads(result.read_text())
-        found["modelled"] = _modelled(forecast, (Path(folder) / "job.hlo").read_text())
+        found["modelled"] = _modelled(forecast, program.read_text())
     for name in ("collectives", "sources"):
         found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
     return Compiled(**found)
