@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ...sharding import MeshSpec
 from ...sharding.mesh import mesh_sizes
 from ..program.hardware import Target, parse_target
-from .flops import Flops, flops
 from .memory import Memory, memory
-from .roofline import Roofline, roofline
+from .roofline import Flops, Roofline, flops, roofline
 from .scenario import Case, make_case
 from .traffic import Transfer, by_axes, traffic
 

@@ -24,7 +24,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .flops import ticks
 from .links import PERMUTE
 from .scenario import Case, axes_of, gathered_axes
 from .sharded import FLOAT32
@@ -135,7 +134,7 @@ def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
 
 def _sums(case: Case) -> Iterator[Transfer]:
     """Yields sums over the axes that shard the products themselves, such as tensor."""
-    costs, times = case.costs, ticks(case)
+    costs, times = case.costs, case.ticks
     layers = case.chunk_layers
     # Forwards that a backward begins with.
     starts = times.backwards if case.pipeline and not costs.keeps_weights else 0
@@ -182,7 +181,7 @@ def _summed(axes: tuple[str, ...], size: int, streams: set[str]) -> Iterator[Tra
 
 def _pipeline(case: Case) -> Iterator[Transfer]:
     assert case.pipeline is not None
-    times, residual = ticks(case), case.bytes(case.costs.residual)
+    times, residual = case.ticks, case.bytes(case.costs.residual)
     yield Transfer(
         PERMUTE,
         ("pipe",),
@@ -221,7 +220,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
 def _uses(case: Case, path: str) -> tuple[float, float]:
     """Returns how often a pipeline uses a weight, and its gradient."""
     assert case.pipeline is not None
-    times, found = ticks(case), case.pipeline.simulation
+    times, found = case.ticks, case.pipeline.simulation
     if case.is_block(path):
         return found.weight_gathers, found.weight_scatters
     is_head = path == case.costs.head.weight
