@@ -114,7 +114,7 @@ def counted(found: Search) -> str:
 
 def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
     head = "best,mesh,in parts,remat,step,tokens/s,MFU,memory,of the step"
-    rows = [head.split(",")]
+    rows: list[list[str]] = [[*head.split(",")]]
     for number, candidate in enumerate(candidates, 1):
         each, choice = found.forecast(candidate), candidate.choice
         share = each.memory.peak / each.target.device.usable
@@ -124,7 +124,8 @@ def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
 
 
 def scaling_table(points: Sequence[Point]) -> str:
-    rows = ["devices,batch,step,tokens/s,MFU,efficiency,,best candidate".split(",")]
+    head = "devices,batch,step,tokens/s,MFU,efficiency,,best candidate"
+    rows: list[list[str]] = [[*head.split(",")]]
     most = max((p.efficiency or 0.0 for p in points), default=1.0)
     for point in points:
         best = point.found.best
