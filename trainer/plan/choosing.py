@@ -63,8 +63,7 @@ def choose(
     try:
         found = list(_candidates(config, target))
     except Exception as error:  # also from a user's `costs`: a run must go on
-        first = str(error).split("\n")[0].split(". ")[0]
-        return _plainly(config, sizes, f": {first}")
+        return _plainly(config, sizes, f": {first_sentence(error)}")
     if not found:  # the run itself reports what is wrong
         return Chosen(config, plain(config))
     best, why = _best(found, target, getattr(config.model, "remat", None))
@@ -87,6 +86,10 @@ def choose_here(
         is_cpu = devices[0].platform == "cpu"
         return choose(config, sizes, None, "" if is_cpu else str(error))
     return choose(config, sizes, target)
+
+
+def first_sentence(error: Exception) -> str:
+    return str(error).split("\n")[0].split(". ")[0]
 
 
 def _plainly(config: "Config", sizes: Mapping[str, int], why: str) -> Chosen:

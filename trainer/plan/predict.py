@@ -1,4 +1,8 @@
-"""Forecasts memory, FLOPs, traffic and time of a step, by the closed form."""
+"""The closed form: what would a step of this config cost, in memory and time?
+
+It needs shapes, rules and the model's `costs()`, and no compiler, so it can rank
+thousands of candidates. What one compiled program costs is asked in compile/program.py.
+"""
 
 import dataclasses
 import functools

@@ -80,10 +80,8 @@ class Wires:
         axis = list(self.sizes).index(axes[0])
         shape = tuple(self.sizes.values())
         places = np.unravel_index(np.array(found.groups), shape)[axis]
-        steps = set(((places[:, 1] - places[:, 0]) % size).tolist())
-        return (
-            {1: ">", size - 1: "<"}.get(steps.pop(), "<>") if len(steps) == 1 else "<>"
-        )
+        steps = frozenset(((places[:, 1] - places[:, 0]) % size).tolist())
+        return {frozenset([1]): ">", frozenset([size - 1]): "<"}.get(steps, "<>")
 
 
 class Cost(NamedTuple):
@@ -119,9 +117,8 @@ class Run:
 
     def start(self, channels: Iterable[str], seconds: float) -> dict[str, float]:
         """Queues work on the channels; returns how far each must drain to finish it."""
-        for name in channels:
-            self.queued[name] = self.queued.get(name, 0.0) + seconds
-            self.busy[name] = self.busy.get(name, 0.0) + seconds
+        for totals in (self.queued, self.busy):
+            _add(totals, dict.fromkeys(channels, seconds))
         return {name: self.queued[name] for name in channels}
 
     def wait(self, marks: Mapping[str, float], part: str) -> float:
