@@ -43,7 +43,7 @@ OTHERS = {
     "loop_devices=0 loop_devices=1000000 stream_passes=36 working_passes=0.8 "
     "gradient_passes=0 score_passes=0 repeated_score_passes=0",
     "gpu": "head_streams=0 block_streams=0 stage_streams=0 split_streams=0 "
-    "stream_passes=16 working_passes=0 working_passes=2 gather_passes=0 "
+    "stream_passes=16 working_passes=0.8 working_passes=2 gather_passes=0 "
     "gradient_passes=4 hidden_sums=0 score_passes=0 repeated_score_passes=0",
 }
 

@@ -13,12 +13,12 @@ from tiny_plans import config as big_config
 
 from meshloom.models import transformer
 from meshloom.sharding import MeshSpec
+from meshloom.sharding.text import seconds_text
 from meshloom.trainer.commands.forecast_observer import ForecastObserver
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import forecast, run_forecast
 from meshloom.trainer.plan.comparison import compare
 from meshloom.trainer.plan.local_target import target_here
-from meshloom.trainer.plan.text import seconds_text
 from meshloom.trainer.program import peaks
 from meshloom.trainer.record import metrics
 from meshloom.trainer.run import train

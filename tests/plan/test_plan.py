@@ -268,7 +268,6 @@ def test_on_tpus_the_scatter_is_a_ring_of_one_more():
     (scatter,) = (t for t in gpu.transfers if t.kind == "reduce-scatter")
     (ring,) = (t for t in tpu.transfers if t.kind == "collective-permute")
     assert ring.bytes == scatter.bytes * 9 // 8
-    assert ring.sent(tpu.case.sizes) == scatter.sent(gpu.case.sizes)
     # Over all of a v5p with rings an all-reduce takes its place; not over a part, and
     # not where there are none.
     whole, part, lines = (

@@ -7,22 +7,26 @@ from xml.etree import ElementTree
 from test_plan_search_cli import POOR, run
 from tiny_plans import config
 
-from meshloom.trainer.plan.searching.scaling import device_rate, scaling
+from meshloom.trainer.plan import parse_target
+from meshloom.trainer.plan.searching.searching import device_rate, scaling
 
 
 def test_strong_scaling_keeps_the_batch_and_weak_its_part():
     c = dataclasses.replace(config(), batch_size=8)
-    strong, weak = (scaling(c, "v5e-16", k, most=64) for k in ("strong", "weak"))
+    target = parse_target("v5e-16")
+    strong, weak = (scaling(c, target, k, most=64) for k in ("strong", "weak"))
     assert [p.num_devices for p in strong] == [8, 16, 32, 64]
     assert {p.batch for p in strong} == {8}
     assert [p.batch for p in weak] == [4, 8, 16, 32]
-    odd = scaling(dataclasses.replace(c, batch_size=2), "v5e-64", "weak", most=64)
+    c = dataclasses.replace(c, batch_size=2)
+    odd = scaling(c, parse_target("v5e-64"), "weak", most=64)
     assert [p.num_devices for p in odd] == [32, 64]  # no part of an example elsewhere
 
 
 def test_efficiency_is_of_a_device_against_the_smallest_that_fits():
     c = dataclasses.replace(config(), batch_size=64)
-    points = scaling(c, POOR.replace("hbm=2e5", "hbm=14e6"), "strong", least=1, most=32)
+    target = parse_target(POOR.replace("hbm=2e5", "hbm=14e6"))
+    points = scaling(c, target, "strong", least=1, most=32)
     assert points[0].forecast is None and points[0].efficiency is None
     fitting = [p for p in points if p.forecast is not None]
     assert len(fitting) >= 3 and fitting[0].efficiency == 1

@@ -13,7 +13,7 @@ from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import forecast, parse_target, search
 from meshloom.trainer.plan.searching.candidates import REMATS, all_meshes
 from meshloom.trainer.plan.searching.reasons import causes, kinds, reasons
-from meshloom.trainer.plan.searching.scaling import smallest
+from meshloom.trainer.plan.searching.searching import smallest
 from meshloom.trainer.program.hardware import sizes_of
 from meshloom.trainer.program.pipelining import Pipelining
 from meshloom.trainer.run.train import Config

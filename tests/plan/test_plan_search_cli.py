@@ -12,9 +12,14 @@ from meshloom.sharding import MeshSpec
 from meshloom.trainer import cli
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import forecast
-from meshloom.trainer.plan.compile.compiled import Compiled, Refused
-from meshloom.trainer.plan.searching import finalists as finalists_lib
-from meshloom.trainer.plan.searching.finalists import Finalist, compile_finalist, table
+from meshloom.trainer.plan.compile import compiled as compiled_lib
+from meshloom.trainer.plan.compile.compiled import (
+    Compiled,
+    Finalist,
+    Refused,
+    compile_finalist,
+    table,
+)
 from meshloom.trainer.run.train import Config
 
 DRILL = ["plan", "--config", "drill", "--target", "v5e-4"]
@@ -162,7 +167,7 @@ def test_finalists_are_compiled_one_after_the_other(monkeypatch):
             raise Refused("--compile for v5e:2x4: the compiler refused the step: X")
         return made(one, peak=int(usable + 1))
 
-    monkeypatch.setattr(finalists_lib, "compile_step", compile_step)
+    monkeypatch.setattr(compiled_lib, "compile_step", compile_step)
     found = [compile_finalist(one) for one in plans]
     assert [f.compiled is None for f in found] == [False, True]
     text = table(found)

@@ -4,7 +4,7 @@ import pytest
 from tiny_plans import B, D, F, L, V, config
 
 from meshloom.trainer.plan import forecast
-from meshloom.trainer.plan.fitted import TPU
+from meshloom.trainer.plan.fitted import GPU
 from meshloom.trainer.plan.roofline import memory_seconds
 
 QKV, LAYER = 3 * D * D, 4 * D * D + 3 * D * F
@@ -68,8 +68,8 @@ def test_a_larger_batch_passes_more_of_the_stream():
     )
     more = (memory_seconds(two.case) - memory_seconds(one.case)) * 3.35e12
     working, kept = 7 * D + 5 * F, 6 * D + 2 * F
-    block = TPU.stream_passes * D + 2 * working + 2 * kept
-    assert more == pytest.approx(2 * 8 * L * (LAYERS * block + 3 * V), rel=0.1)
+    block = GPU.stream_passes * D + GPU.working_passes * working + 2 * kept
+    assert more == pytest.approx(2 * 8 * L * (LAYERS * block + 3 * V))
 
 
 def test_a_stage_adds_up_its_gradients_at_every_tick():

@@ -1,6 +1,7 @@
 """The command `meshloom plan`: flags, and the forecast of one config on one mesh."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,14 +112,17 @@ def _load(args: argparse.Namespace) -> "Config":
 
     # Shapes need no accelerator; taking one here would keep a training from it.
     jax.config.update("jax_platforms", "cpu")
-    return load(args).config
+    config = load(args).config
+    if args.batch is None:
+        return config
+    return dataclasses.replace(config, batch_size=args.batch)
 
 
 def _show(args: argparse.Namespace, config: "Config", name: str) -> bool:
     """Prints the forecast of a config and writes its page; returns whether it fits."""
     from ..plan import predict, show
 
-    found = predict.forecast(config, args.target, batch=args.batch)
+    found = predict.forecast(config, args.target)
     compiled = None
     if args.compile:
         from ..plan.compile import compiled as compiled_lib

@@ -61,7 +61,6 @@ def search(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> 
     found = show.show(
         config,
         parse_target(args.target),
-        batch=args.batch,
         top=args.top or show.TOP,
         compiles=args.compile,
         as_json=args.json,
@@ -79,8 +78,7 @@ def smallest(args: argparse.Namespace, config: "Config") -> bool:
     from ..plan.searching import show
 
     target = parse_target(args.target)
-    found = show.show_smallest(config, target, batch=args.batch, as_json=args.json)
-    return found is not None
+    return show.show_smallest(config, target, as_json=args.json) is not None
 
 
 def scale(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> bool:
@@ -91,13 +89,11 @@ def scale(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> b
     """
     from ..plan import parse_target
     from ..plan.searching import scaling_picture, show
-    from ..plan.searching.scaling import KINDS
+    from ..plan.searching.searching import KINDS
 
     target = parse_target(args.target)
     kinds = KINDS if args.scale == "both" else (args.scale,)
-    found = show.show_scaling(
-        config, target, kinds, batch=args.batch, as_json=args.json
-    )
+    found = show.show_scaling(config, target, kinds, as_json=args.json)
     if args.svg is not None:
         title = f"{names[-1]} on {target.device.name}"
         args.svg.write_text(scaling_picture.svg(found, title))

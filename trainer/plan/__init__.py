@@ -12,9 +12,9 @@ live here, and each answers a question of its own:
                    accounts for every instruction and what overlaps. `--compile` uses it
                    to check the closed form, after the minutes that a compiler takes.
 
-They share the devices (program/hardware.py), the links of mesh axes (links.py) and what
-a collective sends over them (traffic.py: bytes_sent). The numbers that the closed form
-owes to compilers are in fitted.py.
+They share the devices (program/hardware.py), the links of mesh axes and the time of a
+collective on them (links.py). The numbers that the closed form owes to compilers are in
+fitted.py.
 """
 
 from ..program.hardware import Device as Device

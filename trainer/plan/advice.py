@@ -18,7 +18,7 @@ from .searching.searching import search
 if TYPE_CHECKING:
     from ..run.train import Config
 
-Flags = tuple[tuple[str, str], ...]  # (what is changed, the flag), each once
+Flags = dict[str, str]  # what is changed, and the flag for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def cheapest_changes(given: Forecast, num: int = 3) -> list[Change]:
     """
     firsts: dict[frozenset[str], tuple[float, Flags, Config]] = {}
     for seconds, flags, config in (*_searched(given), *_fewer(given)):
-        things = frozenset(thing for thing, _ in flags)
+        things = frozenset(flags)
         if things not in firsts or seconds < firsts[things][0]:
             firsts[things] = seconds, flags, config
     found: dict[frozenset[str], float] = {}
@@ -58,7 +58,7 @@ def cheapest_changes(given: Forecast, num: int = 3) -> list[Change]:
             continue
         found[things] = seconds
         slower = changed.seconds_an_example / given.seconds_an_example
-        result.append(Change(tuple(flag for _, flag in flags), changed, slower))
+        result.append(Change(tuple(flags.values()), changed, slower))
     return result[:num]
 
 
@@ -75,7 +75,8 @@ def _changed(choice: Choice, forecast: Forecast) -> tuple[Flags, "Config"]:
 
     What the config leaves open needs no flag: it is chosen again.
     """
-    given, case, found = forecast.given, forecast.case, {}
+    given, case = forecast.given, forecast.case
+    found: Flags = {}
     changed: dict[str, Any] = {}
     if str(choice.mesh) != str(MeshSpec(**case.sizes, dcn=case.spec.dcn)):
         found["mesh"], changed["mesh"] = f"--mesh {choice.mesh}", choice.mesh
@@ -96,7 +97,7 @@ def _changed(choice: Choice, forecast: Forecast) -> tuple[Flags, "Config"]:
     if given.num_microbatches not in (None, choice.num_microbatches):
         found["microbatches"] = f"--set num_microbatches={choice.num_microbatches}"
         changed["num_microbatches"] = choice.num_microbatches
-    return tuple(found.items()), dataclasses.replace(given, **changed)
+    return found, dataclasses.replace(given, **changed)
 
 
 def _fewer(given: Forecast) -> Iterator[tuple[float, Flags, "Config"]]:
@@ -109,5 +110,5 @@ def _fewer(given: Forecast) -> Iterator[tuple[float, Flags, "Config"]]:
         fewer = dataclasses.replace(config, batch_size=rows)
         changed = forecast(fewer, given.target)
         if changed.fits:
-            yield changed.seconds_an_example, (("batch", f"--batch {rows}"),), fewer
+            yield changed.seconds_an_example, {"batch": f"--batch {rows}"}, fewer
         rows //= 2

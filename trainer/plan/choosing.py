@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...sharding.pipeline.simulate import GATHERS
 from ...sharding.plans import AUTO
-from ...sharding.text import human_bytes
+from ...sharding.text import human_bytes, seconds_text
 from ..program import contract
 from ..program.computation import Chosen, plain
 from ..program.hardware import CPU, Target
@@ -31,7 +31,6 @@ from .local_target import published_target
 from .predict import Forecast
 from .scenario import Case, make_case
 from .searching.candidates import Choice, choices_on, first_divided
-from .text import seconds_text
 
 if TYPE_CHECKING:
     from ..run.train import Config
@@ -57,26 +56,22 @@ def choose(
     if not _open(config, sizes):
         return Chosen(config, plain(config))
     if target is None or target.device.platform == CPU:
-        why = reason or "on CPUs nothing is compared"
-        return _plainly(config, sizes, f"the plain settings, {why}")
+        return _plainly(config, sizes, f", {reason or 'on CPUs nothing is compared'}")
     if not hasattr(config.model, "costs"):
         name = type(config.model).__name__
-        return _plainly(
-            config, sizes, f"the plain settings, {name} has no method `costs`"
-        )
+        return _plainly(config, sizes, f", {name} has no method `costs`")
     try:
         found = list(_candidates(config, target))
     except Exception as error:  # also from a user's `costs`: a run must go on
-        first = str(error).split("\n")[0].split(". ")[0]
-        return _plainly(config, sizes, f"the plain settings: {first}")
+        return _plainly(config, sizes, f": {first_sentence(error)}")
     if not found:  # the run itself reports what is wrong
         return Chosen(config, plain(config))
     best, why = _best(found, target, getattr(config.model, "remat", None))
-    words = _words(config, best.config, sizes)
-    step = seconds_text(best.roofline.step)
-    figures = f"{human_bytes(best.memory.peak)} of a device and {step} a step"
-    line = f"Chosen: {words}: {figures} by the closed form, {why}"
-    return Chosen(config, best.config, line if words else "")
+    if not (words := _words(config, best.config, sizes)):
+        return Chosen(config, best.config)
+    memory, step = human_bytes(best.memory.peak), seconds_text(best.roofline.step)
+    figures = f"{memory} of a device and {step} a step by the closed form"
+    return Chosen(config, best.config, f"Chosen: {words}: {figures}, {why}")
 
 
 def choose_here(
@@ -93,12 +88,17 @@ def choose_here(
     return choose(config, sizes, target)
 
 
+def first_sentence(error: Exception) -> str:
+    return str(error).split("\n")[0].split(". ")[0]
+
+
 def _plainly(config: "Config", sizes: Mapping[str, int], why: str) -> Chosen:
     found = plain(config)
     # With one device along both axes there is nothing to choose.
     if sizes["tensor"] == 1 and sizes["pipe"] == 1:
         return Chosen(config, found)
-    return Chosen(config, found, f"Chosen: {_words(config, found, sizes)}: {why}")
+    words = _words(config, found, sizes)
+    return Chosen(config, found, f"Chosen: {words}: the plain settings{why}")
 
 
 def _open(config: "Config", sizes: Mapping[str, int]) -> bool:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...sharding.text import human_bytes
-from .text import seconds_text
+from ...sharding.text import human_bytes, seconds_text
 
 # A forecast outside this range of what was measured is far off.
 CLOSE = (0.5, 2.0)

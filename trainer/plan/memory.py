@@ -16,6 +16,7 @@ those of the current one; it keeps what waits in its slots.
 """
 
 import dataclasses
+import functools
 import math
 
 from .arrays import Values, Weights, of_each, total_bytes
@@ -95,6 +96,7 @@ class Moments:
 
     def __init__(self, case: Case):
         self.case, self.costs, self.fitted = case, case.costs, case.fitted
+        self.part = functools.partial(part, case)
         self.late = case.config.pipeline.gather == "microbatch"
         # Whether a block's products are split over devices, and recomputed.
         first = next((p for p in case.costs.products if p.summed), None)
@@ -102,9 +104,6 @@ class Moments:
         self.repeats_split = self.is_split and case.costs.repeats_sums
         # Whether the head's gradient comes after those of all blocks.
         self.head_last = bool(case.target.device.torus) and case.target.num_slices > 1
-
-    def part(self, name: str, detail: str, *arrays: Weights | Values) -> Part:
-        return part(self.case, name, detail, *arrays)
 
     def scanned(self) -> dict[str, tuple[Part, ...]]:
         """Returns the moments of a loop over blocks."""

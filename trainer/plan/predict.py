@@ -1,4 +1,8 @@
-"""Forecasts memory, FLOPs, traffic and time of a step, by the closed form."""
+"""The closed form: what would a step of this config cost, in memory and time?
+
+It needs shapes, rules and the model's `costs()`, and no compiler, so it can rank
+thousands of candidates. What one compiled program costs is asked in compile/program.py.
+"""
 
 import dataclasses
 import functools
@@ -7,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...sharding import MeshSpec
 from ...sharding.mesh import mesh_sizes
 from ..program.hardware import Target, parse_target
-from .flops import Flops, flops
 from .memory import Memory, memory
-from .roofline import Roofline, roofline
+from .roofline import Flops, Roofline, flops, roofline
 from .scenario import Case, make_case
 from .traffic import Transfer, by_axes, traffic
 
@@ -128,7 +131,7 @@ class Forecast:
             "flops": dataclasses.asdict(self.flops),
             "traffic": [dataclasses.asdict(t) for t in self.transfers],
             "traffic_by_axes": {
-                ",".join(axes): count for axes, count in by_axes(self.transfers).items()
+                ",".join(k): n for k, n in by_axes(self.transfers).items()
             },
             "seconds": {
                 **self.roofline.parts,

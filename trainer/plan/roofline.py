@@ -1,4 +1,10 @@
-"""How long a step takes, by what it must compute, move and send.
+"""What a device multiplies in a step, and how long it computes, moves and sends.
+
+FLOPs are those of matrix products. A product runs once forward and usually twice
+backward (for both operands), and once more where the remat policy recomputes it. In a
+pipeline every stage works at every tick, even without a microbatch; a backward tick
+that did not keep everything begins with a forward; and each stage computes 1/S of the
+head. Elementwise work is not counted: on these devices it is bound by memory.
 
 Compute is executed products at the device's peak. Memory is what passes through HBM in
 operations that it bounds: norms and other elementwise work, what is kept for the
@@ -14,12 +20,32 @@ waited for.
 """
 
 import dataclasses
+import math
+from typing import Any
 
-from .flops import Flops, ticks
+import jax
+import jax.numpy as jnp
+
 from .links import PERMUTE, collective_seconds, links
 from .scenario import Case
 from .sharded import FLOAT32
 from .traffic import Transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of one device and step.
+
+    Attributes:
+      executed: all of them, with what is recomputed and what runs in bubbles.
+      model: the device's share of what the update needs, nothing counted twice.
+      blocks, head: the parts of `executed`.
+    """
+
+    executed: float
+    model: float
+    blocks: float
+    head: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +87,31 @@ class Roofline:
     def serial(self) -> float:
         """The sum: the time if nothing overlaps."""
         return self.compute + self.memory + sum(self.network.values())
+
+
+def flops(case: Case) -> Flops:
+    costs, times = case.costs, case.ticks
+    each = {p.name: _device(case, p) for p in costs.products}
+    forward = sum(each.values())
+    again = sum(each[name] for name in each if name in costs.recomputed)
+    backward = sum(p.backward * each[p.name] for p in costs.products) + again
+    layers = case.chunk_layers
+    if case.pipeline is not None and not costs.keeps_weights:
+        backward += forward
+        # A block's last product only adds to the stream: if a chunk is one block, the
+        # compiler drops it from the backward pass.
+        backward -= each[costs.products[-1].name] if layers == 1 else 0
+    blocks = layers * (times.forwards * forward + times.backwards * backward)
+    head = times.heads * (1 + costs.head.backward) * _device(case, costs.head)
+    head /= case.num_stages
+    shape = (case.config.batch_size, case.length)
+    counted: Any = case.config.model
+    model = counted.model_flops({"inputs": jax.ShapeDtypeStruct(shape, jnp.int32)})
+    return Flops(blocks + head, model / math.prod(case.sizes.values()), blocks, head)
+
+
+def _device(case: Case, product: Any) -> float:
+    return product.flops / case.ways(product.axes, product.shape)
 
 
 def roofline(case: Case, flops: Flops, transfers: tuple[Transfer, ...]) -> Roofline:
@@ -108,7 +159,7 @@ def _hidden_share(case: Case, transfer: Transfer) -> float:
 
 def memory_seconds(case: Case) -> float:
     """Returns the time of operations bound by memory, for a device and step."""
-    costs, times, fitted = case.costs, ticks(case), case.fitted
+    costs, times, fitted = case.costs, case.ticks, case.fitted
     layers = case.chunk_layers
     gradients = sum(case.resident(case.gradients, FLOAT32).values())
     state = sum(
@@ -157,8 +208,7 @@ def _unfused_seconds(case: Case) -> float:
     again = any(product.name in costs.recomputed for product in alone)
     passes = fitted.score_passes + fitted.repeated_score_passes * again
     products = sum(
-        product.flops
-        / case.ways(product.axes, product.shape)
+        _device(case, product)
         * (1 + product.backward + (product.name in costs.recomputed))
         for product in alone
     )

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...sharding.text import human_bytes, short_number
+from ...sharding.text import human_bytes, seconds_text, short_number
 from ..program.hardware import CPU
 from ..record import metrics
+from .choosing import first_sentence
 from .local_target import target_here
 from .predict import Forecast, forecast
-from .text import seconds_text
 
 if TYPE_CHECKING:
     from ..run.prepare import Prepared
@@ -100,8 +100,7 @@ def forecast_run(
         return found
     except Exception as error:  # also from a user's model: a run must go on
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        first = str(error).split("\n")[0].split(". ")[0]
-        return RunForecast(start, None, kind + first[:WIDEST_REASON])
+        return RunForecast(start, None, kind + first_sentence(error)[:WIDEST_REASON])
 
 
 def measure(prepared: "Prepared", folder: Path, start: int) -> Measured:

@@ -4,6 +4,7 @@ All of it comes from shapes: the abstract state, the resolver, the pipeline's sc
 and the model's own account of what it keeps and multiplies (models/costs.py).
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 
 from ...sharding import MeshSpec, Resolved, Rules
 from ...sharding.mesh import mesh_sizes
+from ...sharding.pipeline import Schedule
+from ...sharding.pipeline import loops as loops_lib
 from ...sharding.tree import ResolvedArray
 from ..program.hardware import Target
 from ..program.pipelining import Staging, make_staging
@@ -27,12 +30,25 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ticks:
+    """How often a device does each kind of work in one step."""
+
+    forwards: int
+    backwards: int
+    heads: int
+    exchanges: int = 0
+    embeds: int = 0
+    embed_backwards: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One config on one mesh.
 
     Attributes:
       rows: examples of a microbatch, over all devices.
       costs: of one microbatch (models/costs.py: Costs).
+      params, opt_state, gradients, compute: the trees of the state, each as sharded.
     """
 
     config: "Config"
@@ -44,6 +60,10 @@ class Case:
     rows: int
     length: int
     costs: Any
+    params: Resolved
+    opt_state: Resolved
+    gradients: Resolved
+    compute: Resolved
 
     @property
     def spec(self) -> MeshSpec:
@@ -64,6 +84,14 @@ class Case:
         chunks = self.pipeline.schedule.num_chunks if self.pipeline else 1
         return self.layers // chunks
 
+    @functools.cached_property
+    def ticks(self) -> Ticks:
+        """Passes through a chunk of layers, or through the stack without a pipeline."""
+        num = self.num_microbatches
+        if self.pipeline is None:
+            return Ticks(forwards=num, backwards=num, heads=num)
+        return _pipeline_ticks(self.pipeline.schedule)
+
     @property
     def itemsize(self) -> int:
         """Of the compute dtype."""
@@ -72,22 +100,6 @@ class Case:
     @property
     def fitted(self) -> Fitted:
         return fitted_to(self.target.device.platform)
-
-    @property
-    def params(self) -> Resolved:
-        return self.sharded.params
-
-    @property
-    def opt_state(self) -> Resolved:
-        return self.sharded.opt_state
-
-    @property
-    def gradients(self) -> Resolved:
-        return self.sharded.gradients
-
-    @property
-    def compute(self) -> Resolved:
-        return self.sharded.compute
 
     def ways(self, axes: Any, shape: Sequence[int]) -> int:
         """Returns into how many shards an array is split."""
@@ -133,6 +145,23 @@ class Case:
             and set(axes) == set(self.batch_axes)
             and not self.takes_slice(axes)
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _pipeline_ticks(schedule: Schedule) -> Ticks:
+    rows = loops_lib.rows(schedule, training=True)
+    found = collections.Counter()
+    for loop in loops_lib.loops(rows):
+        for kind, length in loop.runs:
+            count = loop.times * length
+            found["forwards"] += count * kind.forward
+            found["backwards"] += count * kind.backward
+            found["heads"] += count * kind.head
+            found["embeds"] += count * kind.embed
+            found["embed_backwards"] += count * kind.embed_backward
+            scatters = kind.embed_backward or kind.head
+            found["exchanges"] += count * (scatters + (kind.embed or kind.head))
+    return Ticks(**found)
 
 
 def make_case(config: "Config", target: Target) -> Case:
@@ -191,6 +220,7 @@ def _make_case(config: "Config", target: Target) -> Case:
         rows=rows,
         length=length,
         costs=costs,
+        **sharded.trees,
     )
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...sharding.pipeline import picture
 from ...sharding.pipeline.schedule import NAMES, Schedule, make
 from ...sharding.pipeline.simulate import GATHERS, Simulation, Sizes, compare, simulate
-from ...sharding.text import align, human_bytes
+from ...sharding.text import align, counted, human_bytes, percent
 
 INTERLEAVED = "interleaved"
 MANY_STAGES = 16
@@ -39,10 +39,11 @@ class Comparison:
             "remat": self.policies,
             "gather": self.gathers,
         }
-        document: dict[str, Any] = {
-            name: [row.to_json() for row in rows] for name, rows in tables.items()
+        return {
+            **{name: [row.to_json() for row in rows] for name, rows in tables.items()},
+            "schedule": self.chosen.to_json(),
+            "notes": [*self.notes],
         }
-        return document | {"schedule": self.chosen.to_json(), "notes": [*self.notes]}
 
 
 def compare_choices(
@@ -76,15 +77,13 @@ def show(found: Comparison, *, as_json: bool = False) -> None:
         print(json.dumps(found.to_json(), indent=1))
         return
     _print_picture(found.schedule)
-    blocks = [
-        _facts(found.chosen),
+    tables = [
         _schedules(found.schedules, found.chosen),
         _policies(found.policies, found.chosen),
+        *([_gathers(found.gathers)] if found.gathers else []),
     ]
-    if found.gathers:
-        blocks.append(_gathers(found.gathers))
     print()
-    print(*blocks, *found.notes, sep="\n\n")
+    print(_facts(found.chosen), *tables, *found.notes, sep="\n\n")
 
 
 def _comparable(
@@ -129,22 +128,21 @@ def _facts(found: Simulation) -> str:
             f"{found.cost:g} forwards of a microbatch through a stage, "
             f"{found.ideal:g} of them useful",
         ),
-        ("bubble", _percent(found.bubble)),
+        ("bubble", percent(found.bubble)),
         ("saved inputs", f"at most {max(found.live)} on a stage; by stage: {live}"),
     ]
     if S > 1:
         forwards, backwards = found.sends
-        ring = (
-            f"{forwards} activations to the next stage, {backwards} to the one before"
-        )
-        outside = (
-            f"{found.boundary_transfers} useful transfers of {S - 1}/{S} activation, "
-            "for embedding and head"
-        )
-        rows += [
-            ("ring", ring + _of(found.traffic.ring)),
-            ("outside", outside + _of(found.traffic.boundary)),
-        ]
+        sent = {
+            "ring": f"{forwards} activations to the next stage, {backwards} to the one "
+            "before",
+            "outside": f"{found.boundary_transfers} useful transfers of {S - 1}/{S} "
+            "activation, for embedding and head",
+        }
+        sizes = found.traffic.ring, found.traffic.boundary
+        for (name, words), size in zip(sent.items(), sizes, strict=True):
+            more = "" if size is None else f": {human_bytes(size)}"
+            rows.append((name, words + more))
     return align(rows)
 
 
@@ -154,11 +152,11 @@ def _schedules(rows: Sequence[Simulation], chosen: Simulation) -> str:
             "schedule": [_mark(_title(r), r.name == chosen.name) for r in rows],
             "ticks": [str(r.num_ticks) for r in rows],
             "cost": [f"{r.cost:g}" for r in rows],
-            "bubble": [_percent(r.bubble) for r in rows],
+            "bubble": [percent(r.bubble) for r in rows],
             "work/useful": [f"{r.ratio:.3f}" for r in rows],
             "saved inputs": [str(r.slots) for r in rows],
             "memory": _memory(rows),
-            "ring": [_size(r.traffic.ring) for r in rows],
+            "ring": [_known(r.traffic.ring, human_bytes) for r in rows],
         }
     )
 
@@ -170,8 +168,8 @@ def _policies(rows: Sequence[Simulation], chosen: Simulation) -> str:
             "a microbatch": [_forwards(r) for r in rows],
             "cost": [f"{r.cost:g}" for r in rows],
             "saved inputs": [str(r.slots) for r in rows],
-            "layer inputs": [_count(r.layer_inputs) for r in rows],
-            "layers kept": [_count(r.kept_layers) for r in rows],
+            "layer inputs": [_known(r.layer_inputs) for r in rows],
+            "layers kept": [_known(r.kept_layers) for r in rows],
             "memory": _memory(rows),
         }
     )
@@ -183,9 +181,9 @@ def _gathers(rows: Sequence[Simulation]) -> str:
             "weights gathered": [f"once a {r.gather}" for r in rows],
             "gathers": [f"{r.weight_gathers:g}" for r in rows],
             "reduce-scatters": [f"{r.weight_scatters:g}" for r in rows],
-            "sent": [_size(r.traffic.weights) for r in rows],
-            "weights": [_size(r.memory.weights) for r in rows],
-            "gradients": [_size(r.memory.gradients) for r in rows],
+            "sent": [_known(r.traffic.weights, human_bytes) for r in rows],
+            "weights": [_known(r.memory.weights, human_bytes) for r in rows],
+            "gradients": [_known(r.memory.gradients, human_bytes) for r in rows],
         }
     )
 
@@ -207,8 +205,7 @@ def _memory(rows: Sequence[Simulation]) -> list[str]:
             cells.append(human_bytes(inputs + residuals))
         else:
             count = row.kept_layers
-            plural = "" if count == 1 else "s"
-            rest = "residuals" if count is None else f"{count} layer{plural}"
+            rest = "residuals" if count is None else counted(count, "layer")
             cells.append(f"{human_bytes(inputs)} + {rest}")
     return cells
 
@@ -225,17 +222,5 @@ def _forwards(row: Simulation) -> str:
     return f"{1 + row.backward_cost} forwards"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _count(count: int | None) -> str:
-    return UNKNOWN if count is None else str(count)
-
-
-def _size(count: int | None) -> str:
-    return UNKNOWN if count is None else human_bytes(count)
-
-
-def _of(count: int | None) -> str:
-    return "" if count is None else f": {human_bytes(count)}"
+def _known(count: int | None, show: Callable[[int], str] = str) -> str:
+    return UNKNOWN if count is None else show(count)

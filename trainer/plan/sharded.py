@@ -24,7 +24,7 @@ class Sharded:
     """Arrays of any kind under one set of rules on one mesh.
 
     Attributes:
-      params, opt_state, gradients, compute: the trees of the state, each as sharded.
+      trees: those of the state, each as sharded: params, opt_state, gradients, compute.
     """
 
     def __init__(
@@ -35,13 +35,16 @@ class Sharded:
         self._bytes: dict[Any, int] = {}
         self._resident: dict[Any, dict[str, int]] = {}
         self.totals: dict[Any, float] = {}  # for arrays.py, of what it has summed
-        self.params = self._tree(state.params, axes.params, "param")
-        self.opt_state = self._tree(state.opt_state, axes.opt_state, "optimizer")
-        self.gradients = self._tree(state.params, axes.params, "optimizer")
-        self.compute = self._tree(state.params, axes.params, "compute")
-
-    def _tree(self, tree: Any, axes: Any, role: Role) -> Resolved:
-        return resolve(tree, self.rules, self.sizes, axes=axes, role=role)
+        trees: dict[str, tuple[Any, Any, Role]] = {
+            "params": (state.params, axes.params, "param"),
+            "opt_state": (state.opt_state, axes.opt_state, "optimizer"),
+            "gradients": (state.params, axes.params, "optimizer"),
+            "compute": (state.params, axes.params, "compute"),
+        }
+        self.trees: dict[str, Resolved] = {
+            name: resolve(tree, rules, sizes, axes=tree_axes, role=role)
+            for name, (tree, tree_axes, role) in trees.items()
+        }
 
     def mesh_axes(
         self, axes: Any, shape: Sequence[int], role: Role, name: str = ""

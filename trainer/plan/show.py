@@ -2,18 +2,36 @@
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...sharding.text import align, human_bytes
+from ...sharding.text import align, human_bytes, percent, seconds_text
 from . import explain
 from .advice import Change, cheapest_changes
 from .predict import Forecast
-from .searching.scaling import in_words, smallest
-from .text import bar, print_styled, seconds_text
+from .searching.searching import in_words, smallest
 from .traffic import by_axes
 
 if TYPE_CHECKING:
     from .compile.compiled import Compiled
+
+WIDTH = 32  # of a bar
+
+
+def print_styled(text: str) -> None:
+    """Prints through rich, which knows the terminal's colours; wraps no lines."""
+    from rich.console import Console
+    from rich.text import Text
+
+    styled = Text(text)
+    styled.highlight_regex("█+", "cyan")
+    styled.highlight_regex("It fits|It does not fit|Nothing fits", "bold")
+    Console().print(styled, soft_wrap=True)
+
+
+def bar(share: float, width: int = WIDTH) -> str:
+    filled = min(width, round(share * width))
+    more = "+" if share > 1 else ""
+    return "█" * filled + more if filled else "▏" * (share > 0)
 
 
 def show(
@@ -31,7 +49,15 @@ def show(
     """
     changes = [] if found.fits else cheapest_changes(found)
     if as_json:
-        document = _json(found, changes, compiled)
+        document = found.to_json() | {
+            "changes": [
+                {"flags": [*c.flags], "peak": c.forecast.memory.peak, "time": c.slower}
+                for c in changes
+            ],
+            "next": found.next_limit() if found.fits else "memory",
+        }
+        if compiled is not None:
+            document["compiled"] = compiled.to_json()
         if with_arrays:
             document["explain"] = explain.to_json(found)
         print(json.dumps(document, indent=1))
@@ -47,21 +73,6 @@ def show(
         print_styled(f"\nIt fits. Next to run out: {found.next_limit()}.")
     else:
         print_styled(_does_not_fit(found, changes))
-
-
-def _json(
-    found: Forecast, changes: Sequence[Change], compiled: "Compiled | None"
-) -> dict[str, Any]:
-    document = found.to_json() | {
-        "changes": [
-            {"flags": list(c.flags), "peak": c.forecast.memory.peak, "time": c.slower}
-            for c in changes
-        ],
-        "next": found.next_limit() if found.fits else "memory",
-    }
-    if compiled is not None:
-        document["compiled"] = compiled.to_json()
-    return document
 
 
 def _does_not_fit(found: Forecast, changes: Sequence[Change]) -> str:
@@ -92,12 +103,10 @@ def _head(found: Forecast) -> str:
     ]
     if case.pipeline is not None:
         done = case.pipeline.simulation
-        words = (
-            f"{done.name}, {done.num_stages} stages, {100 * done.bubble:.1f} % bubble, "
-            f"{done.slots} inputs in flight; live by stage "
-            f"{', '.join(map(str, done.live))}"
-        )
-        rows.append(("pipeline", words))
+        words = f"{done.name}, {done.num_stages} stages, {percent(done.bubble)} bubble"
+        live = ", ".join(map(str, done.live))
+        inputs = f"{done.slots} inputs in flight; live by stage {live}"
+        rows.append(("pipeline", f"{words}, {inputs}"))
     return align(rows)
 
 

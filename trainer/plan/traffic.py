@@ -1,7 +1,7 @@
 """What a device exchanges with others in one step, by collective and mesh axis.
 
 Bytes are payloads as sharding/audit.py counts them: in one run, the array that the
-group holds together. What leaves a device is `sent`.
+group holds together.
 
   weights    each matrix is gathered in the compute dtype where it is used, and again in
              the backward pass unless it was kept. A table that is larger than what is
@@ -17,12 +17,14 @@ group holds together. What leaves a device is `sent`.
              step
 """
 
+import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from .flops import ticks
-from .links import PERMUTE, bytes_sent
+from .links import PERMUTE
 from .scenario import Case, axes_of, gathered_axes
 from .sharded import FLOAT32
 
@@ -34,24 +36,14 @@ class Transfer:
     bytes: int
     what: str
 
-    def sent(self, sizes: dict[str, int]) -> float:
-        """Returns the bytes that leave a device, in rings."""
-        n = math.prod(sizes[axis] for axis in self.axes)
-        if self.kind == PERMUTE and self.what == "gradients":
-            # Of the n + 1 sends of a scatter's ring, n - 1 are what a scatter needs.
-            return self.bytes * (n - 1) / (n + 1)
-        return bytes_sent(self.kind, self.bytes, n)
-
 
 def traffic(case: Case) -> tuple[Transfer, ...]:
-    found: dict[tuple[str, tuple[str, ...], str], float] = {}
     parts = [_sums(case)]
     parts += [_pipeline(case)] if case.pipeline else [_weights(case), _gradients(case)]
-    for part in parts:
-        for transfer in part:
-            axes = tuple(axis for axis in case.sizes if axis in transfer.axes)
-            key = transfer.kind, axes, transfer.what
-            found[key] = found.get(key, 0) + transfer.bytes
+    found = sum_by(
+        ((t.kind, tuple(a for a in case.sizes if a in t.axes), t.what), t.bytes)
+        for t in itertools.chain(*parts)
+    )
     return tuple(
         Transfer(kind, axes, round(count), what)
         for (kind, axes, what), count in found.items()
@@ -59,11 +51,16 @@ def traffic(case: Case) -> tuple[Transfer, ...]:
     )
 
 
-def by_axes(transfers: tuple[Transfer, ...]) -> dict[tuple[str, ...], int]:
-    totals: dict[tuple[str, ...], int] = {}
-    for transfer in transfers:
-        totals[transfer.axes] = totals.get(transfer.axes, 0) + transfer.bytes
-    return totals
+def by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
+    return sum_by((transfer.axes, transfer.bytes) for transfer in transfers)
+
+
+def sum_by(counts: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    """Returns the sum of the counts of each key, in the order of their first."""
+    found = collections.Counter()
+    for key, count in counts:
+        found[key] += count
+    return dict(found)
 
 
 def _weights(case: Case) -> Iterator[Transfer]:
@@ -137,7 +134,7 @@ def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
 
 def _sums(case: Case) -> Iterator[Transfer]:
     """Yields sums over the axes that shard the products themselves, such as tensor."""
-    costs, times = case.costs, ticks(case)
+    costs, times = case.costs, case.ticks
     layers = case.chunk_layers
     # Forwards that a backward begins with.
     starts = times.backwards if case.pipeline and not costs.keeps_weights else 0
@@ -184,7 +181,7 @@ def _summed(axes: tuple[str, ...], size: int, streams: set[str]) -> Iterator[Tra
 
 def _pipeline(case: Case) -> Iterator[Transfer]:
     assert case.pipeline is not None
-    times, residual = ticks(case), case.bytes(case.costs.residual)
+    times, residual = case.ticks, case.bytes(case.costs.residual)
     yield Transfer(
         PERMUTE,
         ("pipe",),
@@ -223,7 +220,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
 def _uses(case: Case, path: str) -> tuple[float, float]:
     """Returns how often a pipeline uses a weight, and its gradient."""
     assert case.pipeline is not None
-    times, found = ticks(case), case.pipeline.simulation
+    times, found = case.ticks, case.pipeline.simulation
     if case.is_block(path):
         return found.weight_gathers, found.weight_scatters
     is_head = path == case.costs.head.weight

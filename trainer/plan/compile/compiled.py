@@ -1,8 +1,8 @@
-"""The real train step, compiled for a target that is not here, beside its forecast.
+"""Real train steps, compiled for a target that is not here, beside their forecasts.
 
-It is compiled in a process of its own: a compiler makes every start of jax slower, and
-one that fails must not take the forecast with it. The program's text is read from the
-compiler's dump, since jax cannot read every program of a newer libtpu.
+Each is compiled in a process of its own: a compiler makes every start of jax slower,
+and one that fails must not take the forecast with it. The program's text is read from
+the compiler's dump, since jax cannot read every program of a newer libtpu.
 """
 
 import dataclasses
@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....sharding.text import align, human_bytes
+from ....sharding.text import align, human_bytes, seconds_text
 from ..predict import Forecast
-from ..traffic import by_axes
+from ..traffic import by_axes, sum_by
 from .compilers import find_compiler
 from .program import model_program
 
@@ -57,10 +58,7 @@ class Compiled:
         return dataclasses.asdict(self) | {"reserved": self.reserved}
 
     def bytes_by_axes(self) -> dict[tuple[str, ...], int]:
-        totals: dict[tuple[str, ...], int] = {}
-        for _, axes, _, count in self.collectives:
-            totals[axes] = totals.get(axes, 0) + count
-        return totals
+        return sum_by((axes, count) for _, axes, _, count in self.collectives)
 
     def table(self, forecast: Forecast) -> str:
         """Returns predicted and compiled, side by side."""
@@ -70,19 +68,9 @@ class Compiled:
             _row("  peak", memory.peak, self.peak),
             _row("  arguments", memory.arguments, self.arguments),
             _row("  reserved", memory.peak, self.reserved),
-            (
-                "  FLOPs",
-                f"{flops.executed:.4g}",
-                f"{self.flops:.4g}",
-                f"{flops.executed / self.flops:.3f}",
-            ),
+            _row("  FLOPs", flops.executed, self.flops, "{:.4g}".format),
         ]
-        predicted = by_axes(forecast.transfers)
-        compiled = {
-            axes: count
-            for axes, count in self.bytes_by_axes().items()
-            if axes in predicted or count >= SMALL
-        }
+        predicted, compiled = by_axes(forecast.transfers), self.bytes_by_axes()
         for axes in dict.fromkeys([*predicted, *compiled]):
             both = predicted.get(axes, 0), compiled.get(axes, 0)
             if max(both) >= SMALL:
@@ -117,15 +105,11 @@ class Compiled:
     def _unexpected(self, forecast: Forecast) -> list[str]:
         expected = {(t.kind, frozenset(t.axes)) for t in forecast.transfers}
         found = [
-            (
-                count,
-                f"  not in the forecast: {kind} over {','.join(axes)}, "
-                f"{human_bytes(count)}, {source}",
-            )
+            (count, f"{kind} over {','.join(axes)}, {human_bytes(count)}, {source}")
             for kind, axes, source, count in self.sources
             if (kind, frozenset(axes)) not in expected and count >= SMALL
         ]
-        return [line for _, line in sorted(found, reverse=True)]
+        return [f"  not in the forecast: {x}" for _, x in sorted(found, reverse=True)]
 
 
 class Refused(ValueError):
@@ -136,9 +120,17 @@ class Refused(ValueError):
 SMALL = 2**20
 
 
-def _row(name: str, predicted: int, compiled: int) -> tuple[str, ...]:
-    ratio = f"{predicted / compiled:.3f}" if compiled else "-"
-    return name, human_bytes(predicted), human_bytes(compiled), ratio
+def _row(
+    name: str,
+    predicted: float,
+    compiled: float,
+    show: Callable[[float], str] = human_bytes,
+) -> tuple[str, ...]:
+    return name, show(predicted), show(compiled), _ratio(predicted, compiled)
+
+
+def _ratio(predicted: float, compiled: float) -> str:
+    return f"{predicted / compiled:.3f}" if compiled else "-"
 
 
 def compile_step(forecast: Forecast, keep: Path | None = None) -> Compiled:
@@ -163,37 +155,28 @@ def compile_step(forecast: Forecast, keep: Path | None = None) -> Compiled:
         )
     compiler = find_compiler(target)
     with tempfile.TemporaryDirectory(prefix="meshloom-compile-") as folder:
-        job = Path(folder) / "job.pickle"
-        facts = {
-            "config": forecast.config,
-            "mesh": forecast.case.spec,
-            "topology": compiler.topology,
-        }
+        job, dump = Path(folder) / "job.pickle", Path(folder) / "dump"
+        facts = {"config": forecast.config, "topology": compiler.topology}
         job.write_bytes(pickle.dumps(facts))
-        dump = Path(folder) / "dump"
         # XLA takes the last of equal flags, so the user's come after ours.
         flags = [*compiler.flags, os.environ.get("XLA_FLAGS", "")]
         flags += [f"--xla_dump_to={dump}"]
         done = subprocess.run(
             [sys.executable, "-m", MODULE, str(job), str(dump)],
-            env={
-                **compiler.environment,
-                **os.environ,
-                "XLA_FLAGS": " ".join(flags),
-            },
+            env=compiler.environment | {**os.environ, "XLA_FLAGS": " ".join(flags)},
             capture_output=True,
             text=True,
         )
-        result = Path(folder) / "job.json"
+        result, program = job.with_suffix(".json"), job.with_suffix(".hlo")
         if done.returncode or not result.exists():
             raise Refused(
                 f"--compile for {target.name}: the compiler refused the step: "
                 f"{reason(done.stderr)}"
             )
         if keep is not None:
-            shutil.copy(Path(folder) / "job.hlo", keep)
+            shutil.copy(program, keep)
         found = json.loads(result.read_text())
-        found["modelled"] = _modelled(forecast, (Path(folder) / "job.hlo").read_text())
+        found["modelled"] = _modelled(forecast, program.read_text())
     for name in ("collectives", "sources"):
         found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
     return Compiled(**found)
@@ -224,3 +207,75 @@ REMEDIES = {
     "in _custom_partitioning_partition": "jax cannot shard cuDNN's attention inside a "
     "pipeline. Compile it without: --set model.attention='\"xla\"'.",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Finalist:
+    """A forecast and its program; None if the compiler refused, and `refused` why."""
+
+    forecast: Forecast
+    compiled: Compiled | None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        peak = self.compiled.peak if self.compiled else None
+        return peak is not None and peak <= self.forecast.target.device.usable
+
+    @property
+    def seconds(self) -> float | None:
+        """The modelled time of the compiled program; None if it has none."""
+        modelled = self.compiled and self.compiled.modelled
+        return modelled["seconds"] if modelled else None
+
+
+def compile_finalist(forecast: Forecast) -> Finalist:
+    """Compiles a forecast's step; one that the compiler refuses is a finalist too."""
+    try:
+        return Finalist(forecast, compile_step(forecast))
+    except Refused as error:
+        return Finalist(forecast, None, str(error))
+
+
+def table(finalists: Sequence[Finalist]) -> str:
+    """Compares predicted with compiled, and says whether the order holds."""
+    is_timed = any(f.seconds is not None for f in finalists)
+    head = ["compiled", "peak", "predicted", "ratio", "FLOPs", "traffic", "fits"]
+    rows = [[*head, "step", "predicted"] if is_timed else head]
+    for number, finalist in enumerate(finalists, 1):
+        row = [f"  {number}", *_cells(finalist)]
+        if is_timed:
+            step = seconds_text(finalist.forecast.roofline.step)
+            seconds = finalist.seconds
+            row += ["-" if seconds is None else seconds_text(seconds), step]
+        rows.append(row)
+    lines = [align(rows, right=range(1, len(rows[0])))]
+    lines += [f"  {n}: {f.refused}" for n, f in enumerate(finalists, 1) if f.refused]
+    if is_timed:
+        lines.append(f"  {order(finalists)}")
+    return "\n".join(lines)
+
+
+def _cells(finalist: Finalist) -> list[str]:
+    forecast, compiled = finalist.forecast, finalist.compiled
+    peak = forecast.memory.peak
+    if compiled is None:
+        return ["-", human_bytes(peak), "-", "-", "-", "no"]
+    expected = sum(by_axes(forecast.transfers).values())
+    return [
+        human_bytes(compiled.peak),
+        human_bytes(peak),
+        _ratio(peak, compiled.peak),
+        _ratio(forecast.flops.executed, compiled.flops),
+        _ratio(expected, sum(compiled.bytes_by_axes().values())),
+        "yes" if finalist.fits else "no",
+    ]
+
+
+def order(finalists: Sequence[Finalist]) -> str:
+    """Says whether the compiled programs rank as their forecasts do."""
+    timed = {n: f.seconds for n, f in enumerate(finalists, 1) if f.seconds is not None}
+    by = sorted(timed, key=lambda n: timed[n])
+    if by == list(timed):
+        return "The order holds."
+    return f"It does not hold: by the compiled step it is {', '.join(map(str, by))}."

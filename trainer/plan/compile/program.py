@@ -1,5 +1,6 @@
-"""A compiled program's time, modelled from its optimized HLO text alone.
+"""The walk: what does this compiled program cost, by its optimized HLO text alone?
 
+It checks the closed form (predict.py), which answers for configs that nobody compiled.
 The scheduled program is walked in order, loops times their trip counts. An operation
 takes as long as its products at the device's peak or its bytes through HBM, whichever
 is longer. A collective takes its bytes over the links of its mesh axes. A synchronous
@@ -19,8 +20,7 @@ from typing import Any
 from ....sharding import hlo
 from ....sharding.hlo import text as hlo_text
 from ...program.hardware import Target
-from .walk import Walk
-from .wires import Wires
+from .walk import Walk, Wires
 
 
 @dataclasses.dataclass(frozen=True)

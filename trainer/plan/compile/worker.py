@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from ....sharding import audit, hlo
 from ...run.prepare import prepare
 from ..choosing import choose_here
+from ..traffic import sum_by
 
 # Attention as one kernel: cuDNN's, or one written for TPUs.
 ATTENTION_KERNELS = ('"__cudnn$fmha', '"tpu_custom_call"')
@@ -54,7 +55,6 @@ def main(job: Path, dump: Path) -> None:
     data = facts["config"].data
     config = dataclasses.replace(
         facts["config"],
-        mesh=facts["mesh"],
         data=StandIn(data.length, getattr(data, "separate_documents", False)),
         eval_batches=0,
         sample_prompt=None,
@@ -70,15 +70,13 @@ def main(job: Path, dump: Path) -> None:
     job.with_suffix(".hlo").write_text(text)
     # GPUs run one program; TPU slices have one each.
     dcn = config.mesh.dcn if "num_slices" in facts["topology"] else None
-    memory, collectives = (
-        compiled.memory_analysis(),
-        audit(text, prepared.mesh, dcn=dcn),
-    )
+    memory = compiled.memory_analysis()
+    collectives = audit(text, prepared.mesh, dcn=dcn)
     totals = collectives.by_kind_and_axes()
-    sources: dict[tuple[str, tuple[str, ...], str], int] = {}
-    for one in collectives.collectives:
-        key = one.kind, one.axes, one.source or one.op_name
-        sources[key] = sources.get(key, 0) + one.bytes
+    sources = sum_by(
+        ((one.kind, one.axes, one.source or one.op_name), one.bytes)
+        for one in collectives.collectives
+    )
     result = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 
 from ....sharding.text import human_bytes
 from ..predict import Forecast
+from ..traffic import sum_by
 from .candidates import Choice
 from .searching import Candidate, Search
 
+SHOWN_AXES = ("data", "tensor", "pipe")
 # How many other values of a setting are shown, those that lose by least first.
 SHOWN = 3
 
@@ -66,9 +68,7 @@ def reasons(found: Search) -> list[Reason]:
 def kinds(choice: Choice, best: Choice) -> dict[str, str]:
     """Names what a choice sets; microbatches only where all else is the best's."""
     mesh, num = choice.mesh, choice.num_microbatches
-    found = {
-        axis: f"{axis}={getattr(mesh, axis)}" for axis in ("data", "tensor", "pipe")
-    }
+    found = {axis: f"{axis}={getattr(mesh, axis)}" for axis in SHOWN_AXES}
     found["remat"] = f"remat {choice.remat}"
     if choice.schedule:
         found["schedule"] = f"schedule {choice.schedule}"
@@ -102,14 +102,10 @@ def why_not(forecast: Forecast) -> str:
     if forecast.memory.arguments > usable:
         state = forecast.memory.arguments / usable
         return f"{share:.0%} of memory at the least, the state alone {state:.0%}"
-    sizes: dict[str, int] = collections.Counter()
-    for part in forecast.memory.parts:
-        sizes[part.name] += part.bytes
-    name = max(sizes, key=lambda name: sizes[name])
-    return (
-        f"{share:.0%} of memory at the least, most of it {name}, "
-        f"{human_bytes(sizes[name])}"
-    )
+    sizes = sum_by((part.name, part.bytes) for part in forecast.memory.parts)
+    name, size = max(sizes.items(), key=lambda item: item[1])
+    words = f"{share:.0%} of memory at the least, most of it {name}"
+    return f"{words}, {human_bytes(size)}"
 
 
 def causes(forecast: Forecast) -> dict[str, float]:
@@ -133,12 +129,9 @@ def why_slower(forecast: Forecast, best: Forecast) -> str:
     share = mine[name] / forecast.seconds_an_example
     before = others.get(name, 0.0) / best.seconds_an_example
     if name == "compute":
-        ratios = [p.flops.executed / p.flops.model for p in (forecast, best)]
-        return "it executes {:.2f} of the model's FLOPs, the best {:.2f}".format(
-            *ratios
-        )
-    where = {
-        "bubble": "is bubble",
-        "memory": "is on the device's memory",
-    }.get(name, f"is on the {name.removeprefix('network, ')} axis")
-    return f"{share:.0%} of the step {where}, {before:.0%} of the best's"
+        own, least = (p.flops.executed / p.flops.model for p in (forecast, best))
+        return f"it executes {own:.2f} of the model's FLOPs, the best {least:.2f}"
+    where = {"bubble": "bubble", "memory": "on the device's memory"}.get(
+        name, f"on the {name.removeprefix('network, ')} axis"
+    )
+    return f"{share:.0%} of the step is {where}, {before:.0%} of the best's"

@@ -7,9 +7,9 @@ from html import escape
 import numpy as np
 
 from ....sharding.pipeline.picture import FONT, INK, PAPER, RULE, SHADES, SOFT
+from ....sharding.text import seconds_text
 from ...record.curves import Axis, value_axis
-from ..text import seconds_text
-from .scaling import Kind, Point
+from .searching import Kind, Point
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 72, 40, 76, 60
@@ -115,12 +115,9 @@ def _line(points, devices, axis: Axis, kind: Kind, *, dashed: bool = False) -> s
 
 def _dot(point: Point, x: float, y: float, kind: Kind, words: int) -> str:
     """Draws a point, its efficiency `words` pixels below, or above if negative."""
-    color = COLORS[kind]
-    text = f"{point.efficiency:.0%}"
-    return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
-        f"{_text(x, y + words, text, color, anchor='middle', size=11)}"
-    )
+    color, share = COLORS[kind], f"{point.efficiency:.0%}"
+    dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
+    return dot + _text(x, y + words, share, color, anchor="middle", size=11)
 
 
 def _text(

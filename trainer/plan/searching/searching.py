@@ -1,17 +1,24 @@
-"""Searches for the best way to lay a config out on a target, by the closed form.
+"""Searches for the best way to lay a config out, on one target or on its usual sizes.
 
-Memory is a hard limit; among candidates that fit, `Forecast.seconds_an_example`
-decides. A mesh on which the state alone is too large is skipped as a whole: that is
-known before any forecast is made.
+Memory is a hard limit; among candidates that fit, `Forecast.seconds_an_example` of the
+closed form decides. A mesh on which the state alone is too large is skipped as a whole:
+that is known before any forecast is made.
+
+How the best candidate scales is one of two questions:
+
+  strong  the same batch at every size: a step takes less time, until it is too small
+  weak    the same batch for each device as on the target: a step takes as long
 """
 
 import dataclasses
+import fractions
 import functools
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
-from ...program.hardware import Target, parse_target
+from ....sharding.text import counted
+from ...program.hardware import Target, parse_target, sizes_of
 from ..memory import state_parts
 from ..predict import Forecast
 from ..scenario import make_case
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
     from ...run.train import Config
 
 Progress = Callable[[int, int], None]  # candidates looked at, of which fit
+Kind = Literal["strong", "weak"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LEAST, MOST = 8, 4096  # devices of which scaling is shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,29 +115,100 @@ def search(
         target = parse_target(target)
     if batch is not None:
         config = dataclasses.replace(config, batch_size=batch)
-    begin, num_meshes = time.perf_counter(), 0
+    begin, num_meshes, num_fit = time.perf_counter(), 0, 0
     found: list[Candidate] = []
-    num_fit = 0
     for case, choices in all_choices(config, target):
         num_meshes += 1
         state = sum(part.bytes for part in state_parts(case))
-        if state > target.device.usable:
-            found += [Candidate(c, state, None, is_bound=True) for c in choices]
-        else:
-            found += _tried(config, target, choices)
-            num_fit += sum(c.seconds is not None for c in found[-len(choices) :])
+        for choice in choices:
+            if state > target.device.usable:
+                found.append(Candidate(choice, state, None, is_bound=True))
+                continue
+            one = Forecast(make_case(choice.of(config), target))
+            seconds = one.seconds_an_example if one.fits else None
+            found.append(Candidate(choice, one.memory.peak, seconds))
+            num_fit += one.fits
         if progress is not None:
             progress(len(found), num_fit)
     took = time.perf_counter() - begin
     return Search(config, target, tuple(found), num_meshes, took)
 
 
-def _tried(
-    config: "Config", target: Target, choices: Iterable[Choice]
-) -> list[Candidate]:
-    found = []
-    for choice in choices:
-        one = Forecast(make_case(choice.of(config), target))
-        seconds = one.seconds_an_example if one.fits else None
-        found.append(Candidate(choice, one.memory.peak, seconds))
-    return found
+def smallest(
+    config: "Config",
+    target: Target,
+    *,
+    more_than: int = 0,
+    progress: Progress | None = None,
+) -> Search | None:
+    """Searches one usual size after the other; None if the largest is too small.
+
+    Args:
+      target: any number of devices of the kind.
+      more_than: sizes up to this are known to be too small.
+    """
+    for size in sizes_of(target):
+        if size.num_devices > more_than:
+            found = search(config, size, progress=progress)
+            if found.best is not None:
+                return found
+    return None
+
+
+def in_words(found: Search | None, target: Target) -> str:
+    if found is None:
+        return f"It fits on no usual number of {target.device.name}."
+    devices = counted(found.target.num_devices, "device")
+    return f"The smallest on which it trains is {found.target.name}: {devices}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The search on one number of devices.
+
+    Attributes:
+      forecast: of the best candidate; None where nothing fits.
+      efficiency: examples per second and device, relative to the smallest that fits.
+    """
+
+    found: Search
+    forecast: Forecast | None
+    efficiency: float | None
+
+    @property
+    def num_devices(self) -> int:
+        return self.found.target.num_devices
+
+    @property
+    def batch(self) -> int:
+        return self.found.config.batch_size
+
+
+def scaling(
+    config: "Config",
+    target: Target,
+    kind: Kind,
+    *,
+    least: int = LEAST,
+    most: int = MOST,
+    progress: Progress | None = None,
+) -> list[Point]:
+    """Searches at every usual size of the target's kind of device."""
+    each = fractions.Fraction(config.batch_size, target.num_devices)
+    points: list[Point] = []
+    first: Forecast | None = None
+    for size in sizes_of(target, most):
+        rows = config.batch_size if kind == "strong" else each * size.num_devices
+        if size.num_devices < least or int(rows) != rows:
+            continue
+        found = search(config, size, batch=int(rows), progress=progress)
+        best = found.forecast(found.best) if found.best else None
+        first = first or best
+        efficiency = device_rate(best) / device_rate(first) if best and first else None
+        points.append(Point(found, best, efficiency))
+    return points
+
+
+def device_rate(found: Forecast) -> float:
+    """Returns examples per second and device."""
+    return 1 / found.seconds_an_example / found.target.num_devices

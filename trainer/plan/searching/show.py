@@ -3,17 +3,25 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ....sharding.text import align, human_bytes
+from ....sharding.text import align, human_bytes, seconds_text
 from ...program.hardware import Target
+from ..compile.compiled import Finalist, compile_finalist, table
 from ..predict import Forecast
-from ..text import bar, print_styled, seconds_text
-from .finalists import Finalist, compile_finalist, table
+from ..show import bar, print_styled
 from .reasons import reasons, why_not
-from .scaling import Kind, Point, in_words, scaling, smallest
-from .searching import Candidate, Search, search
+from .searching import (
+    Candidate,
+    Kind,
+    Point,
+    Search,
+    in_words,
+    scaling,
+    search,
+    smallest,
+)
 
 if TYPE_CHECKING:
     from ...run.train import Config
@@ -29,7 +37,6 @@ def show(
     config: "Config",
     target: Target,
     *,
-    batch: int | None = None,
     top: int = TOP,
     compiles: bool = False,
     as_json: bool = False,
@@ -37,12 +44,11 @@ def show(
     """Searches, prints the best candidates and returns all that was found.
 
     Args:
-      batch: replaces the config's batch_size.
       top: how many candidates are shown.
       compiles: compiles these for the target too.
     """
     with Ticker() as ticker:
-        found = search(config, target, batch=batch, progress=ticker)
+        found = search(config, target, progress=ticker)
     if found.best is None:
         _show_nothing_fits(found, as_json)
         return found
@@ -53,62 +59,46 @@ def show(
         print_styled(f"{counted(found)}\n\n{best_table(found, best)}")
         lines = [f"  {reason}" for reason in reasons(found)]
         print_styled("\n".join(["\nWhy others lost", *lines]))
-    if compiles:
-        for number, each in enumerate(forecasts, 1):
-            words = f"Compiling {number} of {len(forecasts)}: {each.case.spec}"
-            print(words, file=sys.stderr, flush=True)
-            compiled.append(compile_finalist(each))
+    for number, each in enumerate(forecasts if compiles else (), 1):
+        words = f"Compiling {number} of {len(forecasts)}: {each.case.spec}"
+        print(words, file=sys.stderr, flush=True)
+        compiled.append(compile_finalist(each))
     if as_json:
-        _print_json(_json(found, forecasts, compiled))
+        print(json.dumps(_json(found, forecasts, compiled), indent=1))
     elif compiled:
         print_styled(f"\n{table(compiled)}")
     return found
 
 
 def show_smallest(
-    config: "Config",
-    target: Target,
-    *,
-    batch: int | None = None,
-    as_json: bool = False,
+    config: "Config", target: Target, *, as_json: bool = False
 ) -> Search | None:
     """Prints and returns the best on the fewest devices; None if nothing fits."""
     with Ticker() as ticker:
-        found = smallest(config, target, batch=batch, progress=ticker)
+        found = smallest(config, target, progress=ticker)
     if found is None or found.best is None:
         print_styled(in_words(None, target))
-        return None
-    if as_json:
-        _print_json(_json(found, [found.forecast(found.best)], []))
+    elif as_json:
+        print(json.dumps(_json(found, [found.forecast(found.best)]), indent=1))
     else:
         print_styled(f"{in_words(found, target)}\n\n{best_table(found, [found.best])}")
     return found
 
 
 def show_scaling(
-    config: "Config",
-    target: Target,
-    kinds: Sequence[Kind],
-    *,
-    batch: int | None = None,
-    as_json: bool = False,
+    config: "Config", target: Target, kinds: Sequence[Kind], *, as_json: bool = False
 ) -> dict[Kind, list[Point]]:
-    """Prints and returns how the best candidate scales, in each of the kinds.
-
-    Args:
-      batch: replaces the config's batch_size; for "weak" that of the target.
-    """
-    batch = config.batch_size if batch is None else batch
+    """Prints and returns how the best candidate scales, in each of the kinds."""
     with Ticker() as ticker:
         found: dict[Kind, list[Point]] = {
-            kind: scaling(config, target, kind, batch=batch, progress=ticker)
-            for kind in kinds
+            kind: scaling(config, target, kind, progress=ticker) for kind in kinds
         }
     if as_json:
-        _print_json({k: [_point_json(p) for p in v] for k, v in found.items()})
+        document = {k: [_point_json(p) for p in v] for k, v in found.items()}
+        print(json.dumps(document, indent=1))
         return found
     for kind, points in found.items():
-        title = TITLES[kind].format(batch, target.name)
+        title = TITLES[kind].format(config.batch_size, target.name)
         print_styled(f"{title}\n{scaling_table(points)}\n")
     return found
 
@@ -123,10 +113,8 @@ def counted(found: Search) -> str:
 
 
 def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
-    head = str.split(
-        "best,mesh,in parts,remat,step,tokens/s,MFU,memory,of the step", ","
-    )
-    rows = [list[str](head)]
+    head = "best,mesh,in parts,remat,step,tokens/s,MFU,memory,of the step"
+    rows: list[list[str]] = [[*head.split(",")]]
     for number, candidate in enumerate(candidates, 1):
         each, choice = found.forecast(candidate), candidate.choice
         share = each.memory.peak / each.target.device.usable
@@ -136,13 +124,15 @@ def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
 
 
 def scaling_table(points: Sequence[Point]) -> str:
-    head = "devices,batch,step,tokens/s,MFU,efficiency,,best candidate".split(",")
-    rows = [list[str](head)]
+    head = "devices,batch,step,tokens/s,MFU,efficiency,,best candidate"
+    rows: list[list[str]] = [[*head.split(",")]]
     most = max((p.efficiency or 0.0 for p in points), default=1.0)
     for point in points:
-        cells = ["-", "-", "-", "-", "", _why_none(point)]
-        if point.forecast and point.best and point.efficiency is not None:
-            choice = point.best.choice
+        best = point.found.best
+        if best is None or point.forecast is None or point.efficiency is None:
+            cells = ["-", "-", "-", "-", "", _why_none(point)]
+        else:
+            choice = best.choice
             cells = [
                 *_speed(point.forecast),
                 f"{point.efficiency:.0%}",
@@ -160,8 +150,6 @@ def _speed(found: Forecast) -> list[str]:
 
 
 def _why_none(point: Point) -> str:
-    if point.best is not None:
-        return ""
     if not point.found.candidates:
         return f"no mesh divides batch {point.batch}"
     return f"nothing fits: {why_not(point.found.leanest())}"
@@ -191,7 +179,7 @@ def _show_nothing_fits(found: Search, as_json: bool) -> None:
         least = smallest(found.config, target, more_than=num, progress=ticker)
     if as_json:
         more = {"leanest": lean.to_json(), "smallest": least and least.target.name}
-        _print_json(_json(found, [], []) | more)
+        print(json.dumps(_json(found, []) | more, indent=1))
         return
     over = human_bytes(lean.memory.peak - target.device.usable)
     print_styled(
@@ -201,13 +189,10 @@ def _show_nothing_fits(found: Search, as_json: bool) -> None:
     )
 
 
-def _print_json(document: Mapping[str, Any]) -> None:
-    print(json.dumps(document, indent=1))
-
-
 def _json(
-    found: Search, forecasts: Sequence[Forecast], compiled: Sequence[Finalist]
+    found: Search, forecasts: Sequence[Forecast], compiled: Sequence[Finalist] = ()
 ) -> dict[str, Any]:
+    schedules = [f.case.pipeline and f.case.pipeline.schedule for f in forecasts]
     return {
         "target": found.target.name,
         "devices": found.target.num_devices,
@@ -216,8 +201,13 @@ def _json(
         "fit": len(found.fitting),
         "seconds": found.took,
         "best": [
-            each.to_json() | {"mesh_flag": str(each.case.spec), **_schedule(each)}
-            for each in forecasts
+            each.to_json()
+            | {
+                "mesh_flag": str(each.case.spec),
+                "schedule": schedule and schedule.name,
+                "num_chunks": schedule and schedule.num_chunks,
+            }
+            for each, schedule in zip(forecasts, schedules, strict=True)
         ],
         "reasons": [
             {"kind": r.kind, "time": r.slower, "why": r.why, "text": str(r)}
@@ -232,14 +222,6 @@ def _json(
             }
             for f in compiled
         ],
-    }
-
-
-def _schedule(found: Forecast) -> dict[str, Any]:
-    schedule = found.case.pipeline and found.case.pipeline.schedule
-    return {
-        "schedule": schedule and schedule.name,
-        "num_chunks": schedule and schedule.num_chunks,
     }
 
 
