@@ -152,6 +152,10 @@ class Exchange:
         """Which learner this is, for the record."""
         return {"learner": self._client.learner, "incarnation": self._incarnation}
 
+    def report(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Sends a row of metrics for the folder of the job; for the first process."""
+        self._client.report(kind, row)
+
     # Rounds.
 
     def start(self, state: Any) -> Any:

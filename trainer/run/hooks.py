@@ -12,6 +12,7 @@ import jax
 from ..checkpoint.manager import Checkpoints
 from ..data import Order
 from ..data.batches import ALL_ROWS, Shardings, Share, device_batches
+from ..job.watchdog import ALLOW_SECONDS, Watchdog
 from ..program.state import State
 from ..program.step import WEIGHT
 from ..record.ledger import Ledger
@@ -19,7 +20,7 @@ from ..record.metrics import Writer
 from ..record.progress import Progress
 from .failed_steps import FailedSteps
 from .held_out import TITLES, HeldOut
-from .loop import StepMetrics
+from .loop import Hook, StepMetrics
 from .prepare import Prepared
 
 
@@ -184,3 +185,15 @@ class Save:
             self.has_reported_wait = self.has_reported_wait or is_first_wait
             self.progress.message(f"step {step}  {stall.describe()}")
         self.progress.rate.restart()
+
+
+class Watched:
+    """A hook that the watchdog allows to take longer than a step."""
+
+    def __init__(self, hook: Hook, watchdog: Watchdog):
+        self.every, self._hook, self._watchdog = hook.every, hook, watchdog
+
+    def __call__(self, step: int, state: State) -> None:
+        self._watchdog.beat(allow=ALLOW_SECONDS)
+        self._hook(step, state)
+        self._watchdog.beat()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from ...service.learner.client import Client
 from ...service.learner.exchange import Exchange
 from ...service.wire.calls import Channel
 from ..job.group import Group
+from ..program import contract
 from ..program.state import State
 from ..program.step import WEIGHT, Gradients
 from ..record.ledger import Ledger
@@ -73,6 +74,12 @@ class Learner:
         on_wait: Callable[[], None],
     ):
         config = prepared.config
+        if contract.has_variables(config.model):
+            raise ValueError(
+                f"{type(config.model).__name__} has variables besides its parameters, "
+                "which learners do not exchange: each would have its own. Train it "
+                "without --exchange, or without variables."
+            )
         self._owner = owner
         self._prepared, self._ledger = prepared, ledger
         self._config, self.policy = config.exchange, config.exchange.policy
@@ -111,6 +118,11 @@ class Learner:
             f"{self.policy.local_steps} local steps per exchange of "
             f"{len(self._layout.blocks)} blocks"
         )
+
+    @property
+    def reports(self) -> bool:
+        """Whether this learner's evaluations are those of the training."""
+        return self._config.learner == 0
 
     def begin(self, initial: Callable[[], State]) -> int:
         """Joins the training; returns the step that this learner continues from.
@@ -151,6 +163,18 @@ class Learner:
         )
         self._begin_round(self.step)
         return self._parameters.at_step(self._exchange.start(state), self.step)
+
+    def write(self, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Reports evaluations of the shared parameters: a writer of metrics.
+
+        In the folder of the training a step is a version.
+        """
+        for row in rows if kind == "eval" else ():
+            version = {"step": self._exchange.turn.version, "local_step": row["step"]}
+            self._exchange.report(kind, {**row, **version})
+
+    def close(self) -> None:
+        """Does nothing: the run leaves the training when it is over."""
 
     def leave(self, reason: str) -> None:
         self._exchange.leave(reason)

@@ -101,6 +101,12 @@ class Prepared:
             lines.append(self.staging.describe(self.batch_size))
         elif self.config.pipeline != Pipelining():
             lines.append("The pipeline settings have no effect: the mesh has pipe=1")
+        exchange = self.config.exchange
+        if not exchange.is_on and exchange != type(exchange)():
+            lines.append(
+                "The exchange settings have no effect: this run trains alone (pass "
+                "--exchange HOST:PORT)"
+            )
         if self.model_flops is None:
             lines.append(
                 f"{type(self.config.model).__name__} has no method model_flops: the "

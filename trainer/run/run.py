@@ -29,7 +29,7 @@ from ..record.progress import Progress
 from ..record.run_folder import RunFolder
 from . import loop
 from .failed_steps import FailedSteps, Rewind, give_up
-from .hooks import Evaluate, Recorder, Save
+from .hooks import Evaluate, Recorder, Save, Watched
 from .prepare import Prepared
 from .replica_check import CheckReplicas
 
@@ -224,8 +224,7 @@ class Run:
                     record=record,
                     record_every=config.log_every,
                     hooks=[
-                        _WatchedHook(hook, self.watchdog)
-                        for hook in (*hooks, *self.hooks)
+                        Watched(hook, self.watchdog) for hook in (*hooks, *self.hooks)
                     ],
                     started=self._started,
                     should_stop=self._should_stop,
@@ -376,6 +375,8 @@ class Run:
             writers.append(metrics.TensorBoardWriter(path / "tensorboard", start))
         if "wandb" in extras:
             writers.append(metrics.WandbWriter(path, "meshloom", path.name))
+        if self.learner is not None and self.learner.reports:
+            writers.append(self.learner)
         return writers
 
 
@@ -385,15 +386,3 @@ class _Moved(Exception):
     def __init__(self, step: int, state: State):
         super().__init__(f"continues after step {step}")
         self.step, self.state = step, state
-
-
-class _WatchedHook:
-    """A hook that the watchdog allows to take longer than a step."""
-
-    def __init__(self, hook: loop.Hook, watchdog: Watchdog):
-        self.every, self._hook, self._watchdog = hook.every, hook, watchdog
-
-    def __call__(self, step: int, state: State) -> None:
-        self._watchdog.beat(allow=ALLOW_SECONDS)
-        self._hook(step, state)
-        self._watchdog.beat()
