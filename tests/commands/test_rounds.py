@@ -65,7 +65,7 @@ def test_the_picture_shows_every_learner_and_commit(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "an action is missing; expected simulate or compare"),
+        ([], "an action is missing; expected simulate, compare or replay"),
         (["simulate", "--mode", "sink"], "mode 'sink' is unknown; expected sync"),
         (["simulate", "--slow", "4"], "--slow '4': expected NUMBERxFACTOR"),
         (["simulate", "--slow", "9x2"], "--slow names 9 learners, but --learners is 8"),

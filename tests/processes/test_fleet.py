@@ -107,18 +107,11 @@ def test_a_learner_that_is_killed_comes_back_alone(fleet):
     assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
 
 
-# A learner that goes back to the service's checkpoint finds its own later ones.
-SAVED_BEFORE = pytest.mark.xfail(
-    reason="learner: step 25 is already saved; a committed step is never replaced",
-    strict=True,
-)
-
-
 @pytest.mark.parametrize(
     "role, restarted",
     [
         ("coordinator", SERVICE[:1]),
-        pytest.param("server 1", SERVICE, marks=SAVED_BEFORE),
+        ("server 1", SERVICE),
     ],
 )
 def test_a_service_that_loses_a_process_comes_back(role, restarted, fleet):

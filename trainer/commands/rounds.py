@@ -125,7 +125,9 @@ def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
 
 def _no_action(args: argparse.Namespace) -> None:
     del args
-    raise ValueError("rounds: an action is missing; expected simulate or compare")
+    raise ValueError(
+        "rounds: an action is missing; expected simulate, compare or replay"
+    )
 
 
 def _simulate(args: argparse.Namespace) -> None:

@@ -85,6 +85,7 @@ class Run:
         its own optimizer, unless it is newer than what the service came back to.
         """
         step = learner.begin(self._initial_state)
+        self._abandon_after(step)
         restored = self._restore(before=step + 1) if step else None
         if restored is None and step == 0:
             self._move_history()
@@ -155,6 +156,12 @@ class Run:
                 rewinds.append(target.step)
                 position = target
 
+    def _abandon_after(self, step: int) -> None:
+        """Sets checkpoints of later steps aside: the run continues without them."""
+        for later in committed_steps(self.checkpoints.folder):
+            if later > step:
+                self.checkpoints.set_aside(later, "abandoned")
+
     def _rewind(
         self, rewind: Rewind, position: Position, failed_steps: FailedSteps
     ) -> Position | None:
@@ -166,9 +173,7 @@ class Run:
         target = self._restore(before=before)
         if target is None:
             return None
-        for step in committed_steps(self.checkpoints.folder):
-            if step > target.step:
-                self.checkpoints.set_aside(step, "abandoned")
+        self._abandon_after(target.step)
         # All batches since that checkpoint are skipped, whether they failed or not.
         next_batch = rewind.step + position.batches_ahead
         first_batch = target.step + target.batches_ahead
