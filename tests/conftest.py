@@ -58,22 +58,8 @@ def toy(tmp_path, monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Deals tests to workers in groups that stay together, the longest groups first.
-
-    Tests that start processes are one group, so that one runs at a time, beside the
-    others: they mostly wait. Then come groups that a file names itself, such as the
-    pages of the docs. Each other file is a group, for its fixtures.
-    """
-
-    def rank(item):
-        if item.get_closest_marker("processes"):
-            return 0
-        return 2 if item.get_closest_marker("xdist_group") is None else 1
-
-    ranks = {item: rank(item) for item in items}
-    items.sort(key=ranks.__getitem__)
-    for item, number in ranks.items():
-        if number != 1:
-            file = str(item.path.relative_to(item.config.rootpath))
-            group = file if number else "processes"
-            item.add_marker(pytest.mark.xdist_group(group))
+    """Keeps each file on one worker, for its fixtures, unless it is dealt in groups."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            name = str(item.path.relative_to(item.config.rootpath))
+            item.add_marker(pytest.mark.xdist_group(name))
