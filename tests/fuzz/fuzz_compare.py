@@ -5,7 +5,8 @@ as wholes (in norm), and updates one by one where the gradient is more than roun
 
 Rounding is relative to the terms of a sum, and a sum may be much smaller than they are:
 a momentum that changes its sign, or the gradient of the keys' bias, which is 0 because
-softmax ignores it and which Adafactor scales up to the size of any other. What is off
+softmax ignores it. Adafactor scales the latter up to the size of any other, and then
+clips the array by its RMS, so all of its updates depend on that rounding. What is off
 by more than its own size allows is therefore compared with its noise: how far the step
 of one device moves when each parameter moves by one rounding.
 """
