@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from .resolve import Axes
 
@@ -222,16 +223,22 @@ def _fit(
 ) -> Axes | None:
     if shape == owner_shape:
         return names
-    fits = [
-        names[:i] + names[i + 1 :]
+    fits = {
+        i: names[:i] + names[i + 1 :]
         for i in range(len(owner_shape))
         if shape == owner_shape[:i] + owner_shape[i + 1 :]
-    ]
+    }
     if not fits:
         return None
-    # For a square matrix, the row and column statistics have the same shape. Row
-    # statistics keep the first of the two dimensions, column statistics the second.
-    return fits[-1] if "v_row" in keys else fits[0]
+    # Dimensions of one size leave a choice. optax factors the two largest dimensions in
+    # this order: row statistics lack the largest and column statistics the other.
+    if len(owner_shape) > 1:
+        *_, second, largest = np.argsort(owner_shape).tolist()
+        lacking = largest if "v_row" in keys else second if "v_col" in keys else None
+        if lacking in fits:
+            return fits[lacking]
+    choices = list(fits.values())
+    return choices[-1] if "v_row" in keys else choices[0]
 
 
 def _compile(patterns: Mapping[str, Axes]) -> list[tuple[re.Pattern[str], Axes]]:

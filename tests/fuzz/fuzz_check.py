@@ -11,7 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 from fuzz_cases import Case, Layout
-from fuzz_compare import Taken, close, close_states, same_bits, tolerance
+from fuzz_compare import (
+    NUM_NUDGES,
+    Taken,
+    close,
+    close_states,
+    nudge,
+    same_bits,
+    tolerance,
+)
 from fuzz_models import NUM_STEPS, OPTIMIZERS, RATES, batches, make_model, make_plain
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -108,6 +116,7 @@ class Reference:
     """The model on one device, at once and without a pipeline."""
 
     def __init__(self, case: Case):
+        self._case = case
         model = make_plain(make_model(case))
         case = dataclasses.replace(case, donate=False)
         layout = Layout(rules={"classes": None})
@@ -119,7 +128,16 @@ class Reference:
     def step(self, state: State, batch: dict) -> Taken:
         found = self._program.gradients(state, batch)
         new, metrics = self._program.apply(state, found)
-        return Taken(*jax.device_get((found.params, new, metrics)))
+        nudged = functools.partial(self._nudged, state, batch)
+        return Taken(*jax.device_get((found.params, new, metrics)), nudged)
+
+    def _nudged(self, state: State, batch: dict) -> list[State]:
+        states = []
+        for seed in range(NUM_NUDGES):
+            params = nudge(state.params, seed, self._case)
+            found = self._program.gradients(state._replace(params=params), batch)
+            states.append(jax.device_get(self._program.apply(state, found)[0]))
+        return states
 
     def evaluate(self, state: State, batch: dict) -> dict[str, Any]:
         return jax.device_get(self._program.evaluate(state, batch))

@@ -9,6 +9,7 @@ import pytest
 from fuzz_cases import Case, Layout
 from fuzz_explore import explore
 from fuzz_legal import cases
+from fuzz_spoiled import spoiled
 
 NUM_CASES = 10
 # Of all cases; those that were made to be refused are one in eight.
@@ -49,6 +50,15 @@ def test_a_product_over_two_processes():
     )
     outcome = fuzz_worker.run_processes(case, fuzz_worker.LIMIT)
     assert outcome.status == "ok", f"{outcome.message}\nRun it again: {case.command}"
+
+
+def test_every_process_has_devices_in_every_layout():
+    def run(case: Case) -> fuzz_worker.Outcome:
+        sizes = {layout.num_devices for layout in case.layouts}
+        return fuzz_worker.Outcome("ok" if len(sizes) == 1 else "failed", str(sizes))
+
+    case = Case(layout=Layout(mesh="data=2"), resume=Layout(mesh="fsdp=2"), processes=2)
+    assert explore(run, spoiled(case), num_cases=20) is None
 
 
 def test_a_failing_case_is_shrunk_to_what_makes_it_fail():

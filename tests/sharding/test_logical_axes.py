@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -205,6 +207,25 @@ def test_adafactor_drops_the_factored_dimension():
         "0/v_col/table": ("vocab",),
         "0/v/w": ("norm",),
     }
+
+
+@pytest.mark.parametrize("shape", [*itertools.product((4, 8), repeat=3)], ids=str)
+def test_adafactor_drops_the_dimension_it_averages_over(shape):
+    """Also where dimensions have one size, so that the shape does not tell which."""
+    names = ("layer", "embed", "mlp")
+    grads = {"w": jax.random.normal(jax.random.key(0), shape)}
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
+    state = tx.update(grads, tx.init(grads), grads)[1]
+    axes = axes_for_state(state, grads, {"w": names})
+    for kind in ("v_row", "v_col"):
+        stored = getattr(state, kind)["w"]
+        (dropped,) = (
+            i
+            for i in range(3)
+            if (mean := jnp.mean(grads["w"] ** 2, axis=i)).shape == stored.shape
+            and jnp.allclose(mean, stored)
+        )
+        assert getattr(axes, kind) == {"w": names[:dropped] + names[dropped + 1 :]}
 
 
 def test_muon_is_partitioned_and_its_coefficients_are_replicated():
