@@ -16,7 +16,7 @@ ALONE_VENV := build/alone-venv
 # version is the one that trainer/plan/fitted.py names.
 LIBTPU := build/libtpu-0.0.51
 
-.PHONY: install dev train test checks lint types tests slow fuzz tpu-test wheel-test benchmarks clean
+.PHONY: install dev train test checks lint types tests tests-processes tests-others slow fuzz tpu-test wheel-test benchmarks clean
 
 # One stamp per set of extras, so that `make train EXTRA=cuda12` installs again.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
@@ -61,12 +61,17 @@ DEBIAN := chromium slurmctld slurmd slurm-client munge openmpi-bin mpich \
   openssh-server openssh-client iproute2
 MISSING = $(filter-out $(shell dpkg-query -W -f='$${db:Status-Status}:$${Package}\n' \
   $(DEBIAN) 2>/dev/null | sed -n 's/^installed://p'),$(DEBIAN))
-# Tests that start processes have the machine to themselves: beside the others, which
-# then got a sixth of the two cores, all of them took longer (measured once).
+# Tests that start processes mostly wait, so they run beside the others, but one at a
+# time: some of them use what a machine has once.
 tests: $(DEV)
 	@test -z "$(MISSING)" || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MISSING))
+	$(MAKE) --no-print-directory -j2 tests-processes tests-others
+
+tests-processes: $(DEV)
+	$(BIN)/python -m pytest -q -p no:cacheprovider -m 'processes and not slow' $(ARGS)
+
+tests-others: $(DEV)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'not slow and not processes' $(ARGS)
-	$(BIN)/python -m pytest -q -m 'processes and not slow' $(ARGS)
 
 # The long forms of tests.
 slow: $(DEV)
