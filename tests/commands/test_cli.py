@@ -17,9 +17,13 @@ from meshloom.trainer.commands import report
 CONFIG_FLAGS = {"--config", "--set", "--mesh"}
 SUPERVISED = {"--cpu-devices", "--max-restarts", "--stall-seconds", "--start-seconds"}
 SUPERVISED |= {"--grace-seconds", "--logs", "COMMAND"}
+FLEET = {"--learners", "--servers", "--each", "--save-commits"}
+CLUSTER = {"--learners", "--slow", "--step-seconds", "--params", "--link", "--jitter"}
+CLUSTER |= {"--latency", "--mtbf", "--restart", "--seed", "--policy", "--svg", "--json"}
 FLAGS = {
     "train": CONFIG_FLAGS
-    | {"--workdir", "--steps", "--cpu-devices", "--dry-run", "--insist"},
+    | {"--workdir", "--steps", "--cpu-devices", "--dry-run", "--insist"}
+    | {"--exchange", "--learner"},
     "explain": CONFIG_FLAGS | {"--json", "--against"},
     "config show": CONFIG_FLAGS,
     "config diff": {"A", "B"},
@@ -43,12 +47,23 @@ FLAGS = {
     | {"--run-seconds", "--workdir", "--json"},
     "doctor": {"--config", "--set", "--workdir", "--address", "--interface", "--port"}
     | {"--seconds", "--json"},
-    "launch local": SUPERVISED | {"--processes", "--min-processes", "--cold"},
+    "rounds simulate": CLUSTER | {"--mode", "--rounds"},
+    "rounds compare": CLUSTER | {"--modes", "--config", "--set", "--steps"},
+    "rounds replay": {"RUN", "--cpu-devices"},
+    "serve": {"--bind", "--folder", "--role", "--coordinator", "--servers", "--once"}
+    | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"},
+    "launch local": SUPERVISED | FLEET | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
+    | FLEET
+    | {"--service-host"}
     | {"--processes", "--hostfile", "--mpirun", "--mpi-option", "--env"},
     "launch ssh": SUPERVISED
+    | FLEET
+    | {"--service-host"}
     | {"--hosts", "--processes-per-host", "--ssh", "--silence-seconds", "--env"},
     "launch slurm": SUPERVISED
+    | FLEET
+    | {"--service-host", "--nodelist"}
     | {"--nodes", "--time", "--partition", "--account", "--qos", "--constraint"}
     | {"--job-name", "--sbatch-option", "--srun-option", "--env", "--dry-run"}
     | {"--detach", "--tasks-per-node", "--gpus-per-node", "--cpus-per-task"}
@@ -57,7 +72,8 @@ FLAGS = {
     | {"--tpu-accelerator", "--tpu-topology", "--chips-per-host", "--gpus", "--queue"}
     | {"--request", "--volume", "--env", "--secret-env", "--grace-seconds", "--form"}
     | {"--max-restarts", "--runtime", "--no-network-policy", "--apply", "--delete"}
-    | {"--detach", "COMMAND"},
+    | {"--detach", "COMMAND"}
+    | {"--learners", "--servers", "--save-commits", "--token-secret"},
 }
 HEAVY = ("jax", "gin", "rich", "numpy", "flax", "optax", "orbax", "grain")
 
