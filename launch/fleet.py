@@ -199,7 +199,7 @@ class Fleet:
         """Goes on with the other learners, if they can go on without this one."""
         line = learner.last_line()
         self._logs.event("gave up", name=learner.name, reason=line)
-        if learner.highest is None:
+        if learner.highest is None and self._commit is None:
             say(
                 f"{learner.name} gave up before its first step, which the others wait "
                 f"for, saying {line!r}; stopping"

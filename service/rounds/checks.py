@@ -51,6 +51,11 @@ def check_values(policy: "Policy") -> None:
             f"staleness must be an integer >= 0, or None for no bound, got "
             f"{policy.staleness!r}"
         )
+    if policy.start_with is not None and not _is_count(policy.start_with, 1):
+        raise ValueError(
+            f"start_with must be an integer >= 1, or None to wait for all learners, "
+            f"got {policy.start_with!r}"
+        )
     if not is_number(mix) or not 0 < mix <= 1:
         raise ValueError(f"mix must be in (0, 1], got {mix!r}")
 

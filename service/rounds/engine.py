@@ -16,7 +16,7 @@ class Engine:
     Args:
       policy: when to commit, and what.
       num_learners: learners are 0 .. num_learners - 1; the first round begins when all
-        of them have joined.
+        of them, or `policy.start_with`, have joined.
       num_rounds: rounds of the job in lockstep, otherwise of each learner.
     """
 
@@ -45,7 +45,7 @@ class Engine:
 
     @property
     def is_started(self) -> bool:
-        """Whether all learners have joined at some time, so that rounds go on."""
+        """Whether enough learners were there at some time, so that rounds go on."""
         return self._state.is_started
 
     @property
@@ -102,10 +102,11 @@ class Engine:
             state.finish(event.learner)
         elif state.is_started:
             self._rule.join(member)
-        elif state.num_live == state.num_learners:
+        elif state.num_live == (state.policy.start_with or state.num_learners):
             state.is_started = True
             for learner in sorted(state.members):
-                self._rule.join(state.members[learner])
+                if state.members[learner].is_live:
+                    self._rule.join(state.members[learner])
 
     def _leave(self, event: Left) -> None:
         member = self._state.members.get(event.learner)

@@ -61,6 +61,8 @@ class Policy:
       compensation: lambda of DC-ASGD, g + lambda * g * g * (w - w_base).
       outer: None sends gradients, and the trainer's own optimizer runs on the servers.
         Otherwise learners send changes of the parameters.
+      start_with: learners that must have joined before the first round begins; the
+        others may join later. None waits for all of them.
     """
 
     local_steps: int = 1
@@ -76,6 +78,7 @@ class Policy:
     fragments: int = 1
     compensation: float = 0.0
     outer: Outer | None = None
+    start_with: int | None = None
 
     def __post_init__(self):
         if self.outer is not None and not isinstance(self.outer, Outer):
@@ -94,6 +97,11 @@ class Policy:
         """Raises ValueError if the quorum does not fit the number of learners."""
         if num_learners < 1:
             raise ValueError(f"num_learners must be >= 1, got {num_learners}")
+        if (self.start_with or 1) > num_learners:
+            raise ValueError(
+                f"start_with={self.start_with} is larger than the number of learners, "
+                f"{num_learners}; lower it, or leave it out to wait for all of them"
+            )
         if isinstance(self.quorum, float):
             return
         if self.quorum > num_learners:

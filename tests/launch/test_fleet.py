@@ -111,6 +111,21 @@ def test_the_others_do_not_wait_for_one_that_never_started(tmp_path):
         assert "saying 'no disk'; stopping" in fleet.stderr
 
 
+def test_one_that_never_started_is_left_behind_if_the_others_do_not_wait(tmp_path):
+    """As with exchange.start_with: there are commits without it."""
+    plan = {
+        "coordinator": [{"commit": 1, "final": True}],
+        "learner 0": [{"until": ["go"], "end": 1}],
+        "learner 1": [{"step": 1, "until": ["go on"], "end": 0}],
+    }
+    with RunningFleet(tmp_path, plan) as fleet:
+        fleet.until(lambda: "commit 1;" in fleet.stderr)
+        (tmp_path / "go").touch()
+        fleet.until(lambda: "learner 0 gave up; the others go on" in fleet.stderr)
+        (tmp_path / "go on").touch()
+        assert fleet.status() == exit_codes.GAVE_UP
+
+
 @pytest.mark.parametrize("role", ["learner 1", "coordinator", "server 0"])
 def test_bad_input_ends_everything_and_is_shown(role, tmp_path):
     refusal = {"say": "meshloom: the port is taken", "end": 2}

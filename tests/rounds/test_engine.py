@@ -71,6 +71,31 @@ def test_sync_goes_on_without_a_learner_that_left_and_takes_it_back():
     assert len(commits(send(engine, 2, 8.0))[0].contributions) == 3
 
 
+def test_rounds_may_begin_before_all_have_joined():
+    engine = Engine(make_policy("sync", start_with=2), 3, 10)
+    assert engine.handle(Joined(0.0, 2, 1)) == []
+    assert engine.handle(Left(1.0, 2, 1, "crashed")) == []  # is not counted
+    assert engine.handle(Joined(2.0, 0, 1)) == []
+    assert released(engine.handle(Joined(3.0, 1, 1))) == [(0, 1, 0), (1, 1, 0)]
+    send(engine, 0, 4.0)
+    assert len(commits(send(engine, 1, 5.0))[0].contributions) == 2
+    # From now on everyone waits for the one that came late.
+    assert released(engine.handle(Joined(6.0, 2, 2))) == [(2, 2, 1)]
+    send(engine, 0, 7.0), send(engine, 1, 7.0)
+    assert len(commits(send(engine, 2, 8.0))[0].contributions) == 3
+
+
+def test_who_joins_an_asynchronous_run_late_begins_where_the_slowest_is():
+    engine = Engine(make_policy("async", start_with=1), 2, 3)
+    assert released(engine.handle(Joined(0.0, 0, 1))) == [(0, 1, 0)]
+    send(engine, 0, 1.0)
+    assert released(engine.handle(Joined(2.0, 1, 1))) == [(1, 2, 1)]
+    send(engine, 0, 3.0), send(engine, 0, 4.0)
+    assert not engine.is_done  # learner 1 is waited for
+    send(engine, 1, 5.0)
+    assert send(engine, 1, 6.0)[-1] == Done(None)
+
+
 def test_what_a_dead_learner_sent_is_committed_and_not_done_again():
     engine = start(make_policy("sync"), 2)
     send(engine, 0, 1.0)

@@ -263,13 +263,21 @@ def act(world: World, action: str, number: int) -> None:
     num_rounds=st.integers(1, 6),
     actions=ACTIONS,
     absent=st.sets(st.integers(0, 4)),
+    late=st.sets(st.integers(0, 4)),
 )
-def test_engine_keeps_its_promises(name, num_learners, num_rounds, actions, absent):
+def test_engine_keeps_its_promises(
+    name, num_learners, num_rounds, actions, absent, late
+):
+    """Learners that are late join in the middle, if ever."""
     policy = POLICIES[name]
+    first = [i for i in range(num_learners) if i not in late] or [0]
+    if len(first) < num_learners:
+        policy = dataclasses.replace(policy, start_with=len(first))
     world = World(policy, num_learners, num_rounds)
-    for learner in range(num_learners):
+    for learner in first:
+        assert not world.working
         world.join(learner)
-    assert len(world.working) == num_learners
+    assert sorted(world.working) == first
     for action, number in actions:
         act(world, action, number)
     # From here on nobody fails, and those who are there can do all that is left.

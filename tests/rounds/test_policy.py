@@ -59,6 +59,7 @@ def test_settings_of_a_mode_can_be_overridden():
         ({"late": "never"}, "late='never': expected one of wait, drop, merge, reuse"),
         ({"mix": 0.0, "outer": SGD}, r"mix must be in \(0, 1\]"),
         ({"wait": -1.0}, "wait must be a number >= 0"),
+        ({"start_with": 0}, "start_with must be an integer >= 1, or None"),
         ({"outer": {"learning_rate": 1}}, "outer must be an Outer or None"),
         ({"local_steps": 2}, "need an outer optimizer; set outer=Outer"),
         ({"weights": "equal"}, "weights='equal' needs an outer optimizer"),
@@ -105,6 +106,8 @@ def test_quorum_must_fit_the_learners():
     Policy(quorum=3, late="drop").check_learners(3)
     with pytest.raises(ValueError, match="quorum=3 is larger than .* learners, 2"):
         Policy(quorum=3, late="drop").check_learners(2)
+    with pytest.raises(ValueError, match="start_with=3 is larger than .* learners, 2"):
+        Policy(start_with=3).check_learners(2)
     with pytest.raises(ValueError, match='quorum=3 with staleness=0 and late="wait"'):
         Policy(quorum=3).check_learners(4)
 

@@ -15,7 +15,7 @@ from ..data.batches import Share
 # Overrides of the preset; None keeps its value.
 OVERRIDES = (
     *("local_steps", "quorum", "grace", "staleness", "late", "weights", "wait"),
-    *("delay", "mix", "fragments", "compensation"),
+    *("delay", "mix", "fragments", "compensation", "start_with"),
 )
 # Fields that say where and as whom a learner runs, not what is computed.
 PLACE = (
@@ -42,6 +42,8 @@ class Config:
       local_steps, quorum, grace, staleness, late, weights, wait, delay, mix, fragments,
         compensation: override the mode's value; None keeps it. staleness="unbounded"
         means no bound.
+      start_with: how many learners must be there before the first round begins; the
+        others may come later. None waits for all.
       outer_learning_rate, outer_momentum: of the optimizer that applies the mean change
         of the parameters; None keeps the mode's value.
       paths: patterns of the parameters that are exchanged, such as "blocks/*"; the
@@ -66,6 +68,7 @@ class Config:
     mix: float | None = None
     fragments: int | None = None
     compensation: float | None = None
+    start_with: int | None = None
     outer_learning_rate: float | None = None
     outer_momentum: float | None = None
     paths: tuple[str, ...] = ("*",)
