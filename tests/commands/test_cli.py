@@ -43,8 +43,8 @@ FLAGS = {
     "drill": {"--config", "--set", "--mesh", "--faults", "--list", "--processes"}
     | {"--cpu-devices", "--steps", "--save-every", "--soak", "--seed", "--every"}
     | {"--workdir"},
-    "certify": {"--config", "--set", "--meshes", "--steps", "--save-at", "--drift"}
-    | {"--run-seconds", "--workdir", "--json"},
+    "certify": {"--config", "--set", "--meshes", "--run", "--steps", "--save-at"}
+    | {"--drift", "--run-seconds", "--workdir", "--json"},
     "doctor": {"--config", "--set", "--workdir", "--address", "--interface", "--port"}
     | {"--seconds", "--json"},
     "rounds simulate": CLUSTER | {"--mode", "--rounds"},

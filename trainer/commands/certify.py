@@ -6,7 +6,10 @@ from pathlib import Path
 
 from .flags import add_config_flags, command
 
-FAILED = 1  # exit status if any mesh fails a level
+FAILED = 1  # exit status if any level fails
+DEFAULTS = {"steps": 20, "save_at": 10, "drift": 1e-5, "run_seconds": 1800.0}
+# Flags that have no meaning with --run.
+OF_MESHES = ("config", "set", "workdir", *DEFAULTS)
 
 
 def add(commands) -> None:
@@ -15,44 +18,49 @@ def add(commands) -> None:
         commands,
         "certify",
         _certify,
-        "verify that a run continues exactly on other meshes; status 1 if it does not",
+        "verify that a run continues exactly on other meshes, or that a training "
+        "between learners is what its log says; status 1 if not",
     )
     add_config_flags(parser, "default", mesh=False)
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--meshes",
         nargs="+",
-        required=True,
         metavar="SIZES",
         help="for instance fsdp=8 data=2,tensor=4 data=4@2, where @2 means in two "
         "processes; the uninterrupted run uses the first",
     )
+    what.add_argument(
+        "--run",
+        dest="folder",
+        type=Path,
+        metavar="RUN",
+        help="the folder of a finished training between learners, which is computed "
+        "again from its log; with no other flag but --json",
+    )
     parser.add_argument(
         "--steps",
         type=int,
-        default=20,
         metavar="N",
-        help="steps of each run; default: 20",
+        help=f"steps of each run; default: {DEFAULTS['steps']}",
     )
     parser.add_argument(
         "--save-at",
         type=int,
-        default=10,
         metavar="N",
-        help="the step to continue from; default: 10",
+        help=f"the step to continue from; default: {DEFAULTS['save_at']}",
     )
     parser.add_argument(
         "--drift",
         type=float,
-        default=1e-5,
         metavar="X",
         help="largest relative difference of a loss between meshes; default: 1e-5",
     )
     parser.add_argument(
         "--run-seconds",
         type=float,
-        default=1800.0,
         metavar="S",
-        help="kill a run after S seconds; default: 1800",
+        help=f"kill a run after S seconds; default: {DEFAULTS['run_seconds']:g}",
     )
     parser.add_argument(
         "--workdir",
@@ -64,11 +72,16 @@ def add(commands) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="also write the certificate to FILE; it is always in the workdir",
+        help="also write the certificate to FILE; it is always in the workdir, or RUN",
     )
 
 
 def _certify(args: argparse.Namespace) -> int:
+    if args.folder is not None:
+        return _certify_learners(args)
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     import jax
 
     # This process only compares; the devices are left to the runs.
@@ -99,6 +112,26 @@ def _certify(args: argparse.Namespace) -> int:
         args.json.write_text((workdir / certify.FILE).read_text())
     print(f"certificate: {workdir / certify.FILE}")
     print(_verdict(certificate))
+    return 0 if certificate["passed"] else FAILED
+
+
+def _certify_learners(args: argparse.Namespace) -> int:
+    for name in OF_MESHES:
+        if getattr(args, name) not in (None, []):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for --meshes: a training between "
+                "learners is computed again as it was; remove the flag"
+            )
+    from ..verify import certify_learners, replay
+    from .devices import use_cpu
+
+    use_cpu(replay.num_devices(args.folder))
+    certificate = certify_learners.certify(args.folder, _log)
+    path = args.folder / certify_learners.FILE
+    if args.json:
+        args.json.write_text(path.read_text())
+    print(f"certificate: {path}")
+    print(certify_learners.verdict_of(certificate))
     return 0 if certificate["passed"] else FAILED
 
 
