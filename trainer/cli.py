@@ -107,14 +107,27 @@ def _run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except Unreachable as error:
-        print(f"meshloom: {error}", file=sys.stderr)
+        _complain(str(error))
         return UNREACHABLE
     except (ValueError, FloatingPointError, OSError) as error:
         is_expected = isinstance(error, OSError) or failures.is_ours(error)
         if os.environ.get("MESHLOOM_TRACEBACK") or not is_expected:
             raise
-        print(f"meshloom: {_message(error)}", file=sys.stderr)
+        _complain(_message(error))
         return BAD_INPUT if failures.is_user_error(error) else UNREACHABLE
+
+
+def _complain(text: str) -> None:
+    """Writes the last line, unless stderr is a file on a disk that is full.
+
+    The exit status says then what kind of error it was, and must not be lost too.
+    """
+    try:
+        print(f"meshloom: {text}", file=sys.stderr, flush=True)
+    except OSError as full:
+        if full.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stderr = open(os.devnull, "w")  # what it still holds cannot be flushed
 
 
 def _message(error: Exception) -> str:

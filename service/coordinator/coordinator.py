@@ -5,12 +5,14 @@ job's own thread (driver.py) or wait at its board.
 """
 
 import dataclasses
+import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..wire.errors import Refused, Unavailable
+from . import disk
 from .driver import Driver
 from .history import make_history
 from .job import Job
@@ -67,6 +69,8 @@ class Coordinator:
         self._drivers: dict[str, Driver] = {}
         self._waiting = self._log.jobs()  # for servers, since a restart
         self._failure: str | None = None
+        self._must_fix = False
+        self._watched = clock()
         self.methods: dict[str, Callable[[Message], Message]] = {
             "RegisterServer": self.register_server,
             "Beat": self.beat,
@@ -166,21 +170,32 @@ class Coordinator:
         with self._changed:
             return self._failure
 
+    @property
+    def must_fix(self) -> bool:
+        """Whether the user must fix something before the service can go on."""
+        with self._changed:
+            return self._must_fix
+
     def watch(self) -> None:
         """Notices servers that were not heard of; to be called every now and then."""
         now, limit = self._clock(), self._settings.lease_seconds
         with self._changed:
+            if now - self._watched > limit / 2:
+                # This process was paused, and heard nobody: all get another lease.
+                for registered in self._servers.values():
+                    registered.heard = now
+            self._watched = now
             lost = [n for n, r in self._servers.items() if now - r.heard > limit]
             gone = {name: self._servers.pop(name) for name in lost}
             drivers = list(self._drivers.values())
         for name, registered in gone.items():
-            registered.server.mark_lost()
             reason = f"server {name} is lost: not heard of for {limit:g} s"
             self._say(reason)
             for driver in drivers:
                 if name in driver.job.servers.names:
                     driver.fail(reason)
                     self._fail(f"{driver.job.board.failure}")
+            registered.server.mark_lost()  # last, so that this is the reason
 
     def is_over(self) -> bool:
         """Whether there were jobs, all are done, and no learner is left."""
@@ -257,7 +272,16 @@ class Coordinator:
         """Opens a new job; the lock is held."""
         group = self._group(spec)
         body = {"spec": spec.message, "servers": group.names}
-        self._log.append(spec.job, "spec", body)
+        try:
+            self._log.append(spec.job, "spec", body)
+        except sqlite3.OperationalError as error:
+            reason = disk.describe(error, self._log.path, self._folder)
+            remedy = disk.remedy_of(error)
+            reason = f"job {spec.job!r} cannot be opened: {reason}"
+            if remedy is not None:
+                reason += f". {remedy}, then start the service again"
+            self._fail(reason, must_fix=remedy is not None)
+            raise Unavailable(reason) from error
         self._say(f"{spec.job}: opened for {spec.num_learners} learners")
         return self._start(spec, group)
 
@@ -277,13 +301,14 @@ class Coordinator:
         servers = [registered.server for registered in self._servers.values()]
         return ServerGroup(spec.job, spec.layout, servers)
 
-    def _on_failure(self, job: str, message: str) -> None:
+    def _on_failure(self, job: str, message: str, must_fix: bool) -> None:
         self._say(f"{job}: {message}")
-        self._fail(message)
+        self._fail(message, must_fix)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, must_fix: bool = False) -> None:
         with self._changed:
-            self._failure = self._failure or reason
+            if self._failure is None:
+                self._failure, self._must_fix = reason, must_fix
             self._changed.notify_all()
 
 

@@ -9,12 +9,13 @@ import concurrent.futures
 import dataclasses
 import logging
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..wire.errors import Refused, Unavailable
-from . import restoring
+from . import disk, restoring
 from .job import Job
 from .servers import ServerLost
 
@@ -57,10 +58,11 @@ class Driver:
     """Runs a job in a thread of its own until it is stopped or fails.
 
     Args:
-      on_failure: called with the name of the job and why it ended.
+      on_failure: called with the name of the job, why it ended, and whether the user
+        must fix something before it can continue.
     """
 
-    def __init__(self, job: Job, on_failure: Callable[[str, str], None]):
+    def __init__(self, job: Job, on_failure: Callable[[str, str, bool], None]):
         self.job = job
         self.status: dict[str, Any] = {"state": "starting", "version": 0}
         self._on_failure = on_failure
@@ -92,11 +94,18 @@ class Driver:
         self._requests.put(None)
         self._thread.join(seconds)
 
-    def fail(self, reason: str) -> None:
-        """Tells all who ask, now and later, why the job has stopped."""
+    def fail(self, reason: str, remedy: str = "") -> None:
+        """Tells all who ask, now and later, why the job has stopped.
+
+        Args:
+          remedy: what the user must do before the service is started again.
+        """
+        then = f"{remedy}, then start" if remedy else "Restart"
+        again = " again" if remedy else ""
         self.job.board.fail(
-            f"job {self.job.spec.job!r} has stopped: {reason}. Restart the service: it "
-            f"continues from the checkpoint of version {max(self.job.saved, 0)}."
+            f"job {self.job.spec.job!r} has stopped: {reason}. {then} the service"
+            f"{again}: it continues from the checkpoint of version "
+            f"{max(self.job.saved, 0)}."
         )
 
     def _run(self) -> None:
@@ -111,11 +120,16 @@ class Driver:
                 if len(pending) < len(taken):
                     return
         except Exception as error:
-            if not isinstance(error, ValueError | OSError | ServerLost):
+            expected = ValueError | OSError | ServerLost | sqlite3.OperationalError
+            if not isinstance(error, expected):
                 _LOG.exception("job %r has stopped", self.job.spec.job)
-            self.fail(str(error))
-            self.status = {**self.status, "state": "failed", "reason": str(error)}
-            self._on_failure(self.job.spec.job, self.job.board.failure or "")
+            remedy = disk.remedy_of(error)
+            files = self.job.around.log.path, self.job.files.folder
+            reason = disk.describe(error, *files)
+            self.fail(reason, remedy or "")
+            self.status = {**self.status, "state": "failed", "reason": reason}
+            failure = self.job.board.failure or ""
+            self._on_failure(self.job.spec.job, failure, remedy is not None)
         finally:
             self._refuse(pending)
 

@@ -67,6 +67,7 @@ class Job:
         self._places: dict[int, Place] = {}
         self._queue: list[Body] = []  # accepted, not in the log yet
         self._time = 0.0
+        self._polled: float | None = None
         self._event = 0  # number in the log of the event that is being handled
         self._commit_facts: dict[str, Any] | None = None  # of the newest version
         self.cut = 0  # of the event that led to the newest version
@@ -152,10 +153,12 @@ class Job:
 
     def poll(self) -> None:
         """Accepts what the time brings: lost learners, and ticks of the engine."""
-        now = self.now()
+        now, seconds = self.now(), self.around.settings.lease_seconds
         for (learner, incarnation), when in self.board.take_heard().items():
             self.members.hear(learner, incarnation, when)
-        seconds = self.around.settings.lease_seconds
+        if self._polled is not None and now - self._polled > seconds / 2:
+            self.members.extend(now + seconds)  # this process may have been paused
+        self._polled = now
         for member in self.members.expired(now):
             reason = f"not heard of for {seconds:g} s"
             self.around.say(f"{self.spec.job}: learner {member.learner} {reason}")

@@ -50,13 +50,16 @@ class RemoteServer:
         self._lost = threading.Event()
 
     def mark_lost(self) -> None:
-        """Ends the retries of calls: its lease has expired."""
+        """Ends calls under way and their retries: its lease has expired."""
         self._lost.set()
+        self._channel.close()
 
     def call(self, method: str, message: dict[str, Any]) -> dict[str, Any]:
         deadline = time.monotonic() + CALL_SECONDS
         while True:
             left = deadline - time.monotonic()
+            if self._lost.is_set():
+                raise ServerLost(self.name, f"{method} was not called")
             try:
                 return self._channel.call(method, message, max(left, RETRY_SECONDS))
             except Unavailable as error:

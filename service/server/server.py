@@ -128,7 +128,13 @@ class BlockServer:
 
     def save(self, message: Message) -> Message:
         job, folder, version = fields(message, "job", "folder", "version")
-        return self._store(job).save(folder, version)
+        try:
+            return self._store(job).save(folder, version)
+        except OSError as error:
+            raise Refused(
+                f"version {version} of job {job!r} was not saved to "
+                f"{error.filename or folder}: {error.strerror or error}"
+            ) from error
 
     def load(self, message: Message) -> Message:
         job, folder, version = fields(message, "job", "folder", "version")

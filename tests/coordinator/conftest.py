@@ -223,6 +223,12 @@ class House:
         driver.cycle(self.job, [request])
         return request.answer.result(timeout=0)
 
+    def pass_time(self, seconds: int) -> None:
+        """Lets time pass while the thread of the job looks at the leases."""
+        for _ in range(seconds):
+            self.time += 1.0
+            driver.cycle(self.job, [])
+
     def next(self, learner: int, incarnation: int, after: int) -> dict[str, Any]:
         assert self.job is not None
         return self.job.board.wait(learner, incarnation, after, seconds=0)

@@ -113,11 +113,9 @@ def test_a_silent_learner_has_left_after_its_lease(make_house):
     job = house.start()
     join_all(house)
     house.initialize()
-    house.time += 9.0
+    house.pass_time(9)
     job.board.hear(0, 1, house.time)
-    house.ask("report", row={"step": 0, "loss": 1.0})
-    house.time += 2.0
-    house.ask("report", row={"step": 0, "loss": 1.0})
+    house.pass_time(2)
     assert [m.learner for m in job.members] == [0]
     place = house.next(1, 1, 0)
     assert place == {"state": "left", "reason": "not heard of for 10 s"}
@@ -126,6 +124,21 @@ def test_a_silent_learner_has_left_after_its_lease(make_house):
     assert house.ask("join", learner=1)["incarnation"] == 2
     assert house.next(1, 2, 0)["state"] == "go"
     assert house.next(1, 1, 0)["state"] == "left"
+
+
+def test_a_job_that_was_paused_loses_nobody(make_house):
+    """While the process stood still, it could not hear anybody."""
+    house = make_house()
+    job = house.start()
+    join_all(house)
+    house.initialize()
+    house.pass_time(9)
+    house.time += 100.0
+    house.pass_time(9)  # another lease from then on
+    assert len(job.members) == 2
+    job.board.hear(0, 1, house.time)
+    house.pass_time(3)
+    assert [m.learner for m in job.members] == [0]
 
 
 def test_grace_needs_no_event_but_the_time(make_house):

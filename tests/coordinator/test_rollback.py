@@ -49,9 +49,7 @@ def test_members_have_time_to_return_and_then_have_left(make_house):
     house.time += 500.0  # while nobody ran
     job = house.start()
     assert len(job.members) == 2
-    house.time += 59.0
-    house.ask("report", row={"step": 0})
+    house.pass_time(59)
     assert len(job.members) == 2
-    house.time += 2.0
-    house.ask("report", row={"step": 0})
+    house.pass_time(2)
     assert len(job.members) == 0

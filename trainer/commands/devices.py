@@ -1,4 +1,4 @@
-"""Configures jax before a command uses a device."""
+"""Configures jax and gRPC before a command uses them."""
 
 import os
 from pathlib import Path
@@ -29,3 +29,8 @@ def use_compilation_cache() -> None:
         jax.config.update(
             "jax_compilation_cache_dir", str(Path(cache) / "meshloom" / "compiled")
         )
+
+
+def quiet_grpc() -> None:
+    """Keeps gRPC from logging what we report in one line, such as a taken port."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

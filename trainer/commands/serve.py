@@ -1,6 +1,7 @@
 """The command `meshloom serve`: a coordinator, a server, or both in one process."""
 
 import argparse
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
 from ...launch.stop_signals import StopSignals
+from .devices import quiet_grpc
 from .flags import command
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ REPEAT_SECONDS = 1.0  # a second signal within this time counts as the first
 REGISTER_SECONDS = 60.0
 # How long a server that is told to stop answers a coordinator that still saves.
 LINGER_SECONDS = 30.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
 WILDCARDS = ("0.0.0.0", "[::]", "")
 
 
@@ -76,6 +79,7 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    quiet_grpc()
     token, tls = _token(args.token_file), _tls(args)
     args.folder.mkdir(parents=True, exist_ok=True)
     address_file = args.folder / "address"
@@ -171,7 +175,7 @@ def _watch(coordinator: "Coordinator", signals: StopSignals, once: bool) -> int:
     while not signals.told:
         coordinator.watch()
         if (failure := coordinator.failure) is not None:
-            raise Unreachable(failure)
+            raise ValueError(failure) if coordinator.must_fix else Unreachable(failure)
         if once and coordinator.is_over():
             _say("all jobs are done")
             return DONE
@@ -274,4 +278,8 @@ def _status_line(name: str, before: dict, now: dict, seconds: float) -> str:
 
 def _say(text: str) -> None:
     """Writes a line to stdout at once, also into a pipe or from several threads."""
-    os.write(1, f"meshloom serve: {text}\n".encode())
+    try:
+        os.write(1, f"meshloom serve: {text}\n".encode())
+    except OSError as error:
+        if error.errno not in FULL:  # or a log on a full disk would end the service
+            raise

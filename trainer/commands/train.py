@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...launch import process_env, progress_file
 from ...launch.exit_codes import DONE, PREEMPTED
-from .devices import use_compilation_cache, use_cpu
+from .devices import quiet_grpc, use_compilation_cache, use_cpu
 from .flags import add_config_flags, check_early, command, config_names, load
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def with_exchange(
         values.append(("address", address, "--exchange"))
     for name, value, origin in values:
         loaded = config_files.override(loaded, f"exchange.{name}", value, origin)
+    if loaded.config.exchange.is_on:
+        quiet_grpc()
     return loaded
 
 
