@@ -19,7 +19,7 @@ class Place:
       state: "wait", "go", "done", or "left" (it must join again).
       round, version: with "go", the round to do and the version to start from.
       commit: about the commit that made this version: {"norm", "skipped", ...}.
-      reason: why it must join again.
+      reason: why it must join again, or why the job was stopped.
       dropped: its last contribution that was dropped: {"round", "reason"}.
     """
 
@@ -120,4 +120,5 @@ def answer(place: Place, incarnation: int) -> dict[str, Any]:
         "version": place.version,
         "commit": place.commit,
         "dropped": place.dropped,
+        "reason": place.reason,
     }

@@ -7,6 +7,7 @@ Kinds of entries:
 | spec | the spec of the job, and the names of its servers |
 | initialized | the servers hold version 0 |
 | event | an event of the engine, and what was sent along with it |
+| evaluation | a row that a learner reported; its `step` is a version |
 | commit | one update: its contributions, and all that servers need to apply it |
 | rollback | the servers restarted from the checkpoint of `version`: what came after |
 | | entry `cut` is abandoned |
@@ -20,7 +21,7 @@ from typing import Any
 from .log import Entry
 
 # What a rollback abandons. The others are facts that stay true.
-TAKEN_BACK = ("event", "commit", "finished")
+TAKEN_BACK = ("event", "evaluation", "commit", "finished")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +29,9 @@ class History:
     """What the log of a job amounts to.
 
     Attributes:
-      entries: events, commits and rollbacks that count, in order.
+      entries: events, evaluations, commits and rollbacks that count, in order.
       commits: the commits that count, by version.
+      evaluations: the rows of the evaluations that count, oldest first.
       abandoned: the commits that rollbacks took back, oldest first.
       cuts: for each version, the number of the event that led to it; 0 for version 0.
       incarnations: the highest incarnation each learner ever had, abandoned or not.
@@ -41,6 +43,7 @@ class History:
     is_finished: bool
     entries: tuple[Entry, ...]
     commits: dict[int, dict[str, Any]]
+    evaluations: tuple[dict[str, Any], ...]
     abandoned: tuple[dict[str, Any], ...]
     cuts: dict[int, int]
     incarnations: dict[int, int]
@@ -57,7 +60,8 @@ def make_history(entries: Iterable[Entry]) -> History:
     counting, abandoned = _divide(entries)
     kinds = {entry.kind for entry in counting}
     specs = [entry.body for entry in counting if entry.kind == "spec"]
-    steps = [e for e in counting if e.kind in ("event", "commit", "rollback")]
+    kept = ("event", "evaluation", "commit", "rollback")
+    steps = [e for e in counting if e.kind in kept]
     commits, cuts, event = {}, {0: 0}, 0
     for entry in steps:
         if entry.kind == "event":
@@ -73,6 +77,7 @@ def make_history(entries: Iterable[Entry]) -> History:
         is_finished="finished" in kinds,
         entries=tuple(steps),
         commits=commits,
+        evaluations=tuple(e.body for e in steps if e.kind == "evaluation"),
         abandoned=tuple(e.body for e in abandoned if e.kind == "commit"),
         cuts=cuts,
         incarnations=_incarnations(entries),
@@ -96,6 +101,8 @@ def _divide(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
 def _is_abandoned(entry: Entry, cut: int, version: int) -> bool:
     if entry.kind == "commit":  # the entry of a commit follows the event it came from
         return entry.body["version"] > version
+    if entry.kind == "evaluation":  # it may come long after the version it is about
+        return entry.body["step"] > version
     return entry.kind in TAKEN_BACK and entry.seq > cut
 
 

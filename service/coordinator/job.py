@@ -19,15 +19,18 @@ from ..rounds.events import (
     Done,
     Dropped,
     Release,
+    Stopped,
     Tick,
     from_json,
 )
 from ..wire.errors import Refused
-from . import commits, requests
+from . import commits, evaluations, requests
 from .board import Board, Place
 from .checkpoints import Checkpoint, Checkpoints
 from .commits import Key, Received
+from .evaluations import Evaluations
 from .history import History, make_history
+from .log import Entry
 from .members import Members
 from .requests import Body, Samples
 from .run_files import RunFiles, number
@@ -65,7 +68,9 @@ class Job:
         self._received: dict[Key, Received] = {}  # staged on the servers
         self._lost: set[Key] = set()  # were staged on servers that lost them
         self._places: dict[int, Place] = {}
-        self._queue: list[Body] = []  # accepted, not in the log yet
+        self._queue: list[tuple[str, Body]] = []  # accepted, not in the log yet
+        self._evaluations = Evaluations(spec.stop)
+        self.stopped: str | None = None  # why the job ended before its last round
         self._time = 0.0
         self._polled: float | None = None
         self._event = 0  # number in the log of the event that is being handled
@@ -134,11 +139,11 @@ class Job:
         return {"state": "ok"}
 
     def report(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes a row of evaluation."""
-        row = message.get("row")
-        if not isinstance(row, Mapping) or type(row.get("step")) is not int:
-            raise Refused(f"row is {row!r}, expected an object with an integer step")
-        self.files.eval.append({**row, "time": round(self.now(), 3)})
+        """Takes note of an evaluation; may be repeated."""
+        row = evaluations.row_of(message, self.now())
+        if self._evaluations.is_new(row):
+            self._evaluations.add(row)
+            self._queue.append(("evaluation", row))
         return {}
 
     def save_now(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +157,7 @@ class Job:
     # The loop of the job's thread: requests, poll, flush, advance.
 
     def poll(self) -> None:
-        """Accepts what the time brings: lost learners, and ticks of the engine."""
+        """Accepts what follows: lost learners, the end, and ticks of the engine."""
         now, seconds = self.now(), self.around.settings.lease_seconds
         for (learner, incarnation), when in self.board.take_heard().items():
             self.members.hear(learner, incarnation, when)
@@ -163,23 +168,29 @@ class Job:
             reason = f"not heard of for {seconds:g} s"
             self.around.say(f"{self.spec.job}: learner {member.learner} {reason}")
             self._accept(requests.left(member, reason, now))
+        reason = self._evaluations.reason
+        if reason is not None and not self.engine.is_done:
+            self._accept({"event": Stopped(now, reason).to_json()})
         deadline = self.engine.deadline
-        if deadline is not None and now >= deadline and not self._queue:
+        is_quiet = all(kind != "event" for kind, _ in self._queue)
+        if deadline is not None and now >= deadline and is_quiet:
             self._accept({"event": Tick(now).to_json()})
 
-    def flush(self) -> list[tuple[int, Body]]:
-        """Writes what was accepted to the log; returns it with its numbers."""
-        bodies, self._queue = self._queue, []
-        if not bodies:
+    def flush(self) -> list[Entry]:
+        """Writes what was accepted to the log; returns its entries."""
+        accepted, self._queue = self._queue, []
+        if not accepted:
             return []
-        entries = [("event", body) for body in bodies]
-        numbers = self.around.log.append_all(self.spec.job, entries)
-        return list(zip(numbers, bodies, strict=True))
+        numbers = self.around.log.append_all(self.spec.job, accepted)
+        return [Entry(n, *entry) for n, entry in zip(numbers, accepted, strict=True)]
 
-    def advance(self, events: list[tuple[int, Body]]) -> None:
+    def advance(self, entries: list[Entry]) -> None:
         """Lets the engine see events of the log, and carries out its decisions."""
-        for seq, body in events:
-            self.handle(seq, body)
+        for entry in entries:
+            if entry.kind == "evaluation":
+                self.files.eval.append(entry.body)
+                continue
+            self.handle(entry.seq, entry.body)
             self._save_if_due()
         if self.engine.is_done and not self.is_finished:
             self._finish()
@@ -191,6 +202,8 @@ class Job:
             if entry.kind == "event":
                 self._take(entry.body)
                 self.handle(entry.seq, entry.body)
+            elif entry.kind == "evaluation":
+                self._evaluations.add(entry.body)
             elif entry.kind == "rollback":
                 self._roll_back(entry.body["version"])
         for learner, incarnation in history.incarnations.items():
@@ -209,6 +222,8 @@ class Job:
             key = event["learner"], event["incarnation"], event["round"]
             self._received[key] = Received.of(body)
             self.num_bytes += body["bytes"]
+        elif event["kind"] == "Stopped" and not self.engine.is_done:
+            self.stopped = event["reason"]
         decisions = self.engine.handle(from_json(event))  # type: ignore[arg-type]
         for index, decision in enumerate(decisions):
             if isinstance(decision, Commit):
@@ -245,13 +260,13 @@ class Job:
 
     def _accept(self, body: Body) -> None:
         self._take(body)
-        self._queue.append(body)
+        self._queue.append(("event", body))
 
     def _take(self, body: Body) -> None:
         """Updates the members by an event, before the engine sees it."""
         event = body["event"]
         self._time = max(self._time, event["time"])
-        if event["kind"] == "Tick":
+        if event["kind"] in ("Tick", "Stopped"):
             return
         learner, incarnation = event["learner"], event["incarnation"]
         if event["kind"] == "Joined":
@@ -339,6 +354,7 @@ class Job:
                     state="done",
                     version=self.engine.version,
                     commit=self._commit_facts,
+                    reason=self.stopped or "",
                 )
 
     def _roll_back(self, version: int) -> None:
@@ -363,10 +379,11 @@ class Job:
         self.save()
         version = self.engine.version
         digests = self.servers.digests(version)
-        self.files.write_final(version, digests)
+        self.files.write_final(version, digests, self.stopped)
         self.around.log.append(self.spec.job, "finished", {"version": version})
         self.is_finished = True
-        self.around.say(f"{self.spec.job}: done at version {version}")
+        why = f": {self.stopped}" if self.stopped else ""
+        self.around.say(f"{self.spec.job}: done at version {version}{why}")
 
     def _post(self) -> None:
         """Shows the learners their places; nobody goes before there are parameters."""

@@ -47,7 +47,7 @@ def _is_held(job: Job, history: History) -> bool:
 def _take_up(job: Job, history: History) -> None:
     job.reset(history)
     job.saved = max((c.version for c in _usable(job, history)), default=-1)
-    job.files.restore(history.commits, history.abandoned)
+    job.files.restore(history.commits, history.evaluations, history.abandoned)
     job.replay(history)
 
 

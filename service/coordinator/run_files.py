@@ -68,11 +68,6 @@ class RowFile:
         if not self.path.exists() or self.path.read_bytes() != text.encode():
             _replace(self.path, text)
 
-    def truncate_after(self, step: int) -> None:
-        """Drops rows of steps after `step`, and a torn last line."""
-        if self.path.exists():
-            self.restore([row for row in self.read() if row["step"] <= step])
-
 
 class RunFiles:
     """The folder of one job."""
@@ -95,18 +90,25 @@ class RunFiles:
     def restore(
         self,
         commits: Mapping[int, Mapping[str, Any]],
+        evaluations: Sequence[Mapping[str, Any]],
         abandoned: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Makes the files agree with the commits of the log."""
+        """Makes the files agree with the log."""
         entries = [commits[version] for version in sorted(commits)]
         self.commits.restore(map(commit_row, entries))
         self.metrics.restore(entry["metrics"] for entry in entries)
-        self.eval.truncate_after(max(commits, default=0))
+        self.eval.restore(evaluations)
         if abandoned:
             self._abandoned.restore(map(commit_row, abandoned))
 
-    def write_final(self, version: int, digests: Mapping[str, str]) -> None:
+    def write_final(
+        self, version: int, digests: Mapping[str, str], stopped: str | None
+    ) -> None:
+        """Args:
+        stopped: why the job ended before its last round.
+        """
         final = {"version": version, "digests": digests}
+        final |= {"stopped": stopped} if stopped else {}
         replace_json(self.folder / "final.json", final)
 
 

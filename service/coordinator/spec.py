@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..blocks.layout import Layout
+from ..rounds.plateau import StopRule
 from ..rounds.policy import Policy
 from ..wire.errors import Refused
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FIELDS = (
     *("job", "policy", "num_learners", "num_rounds", "layout", "update"),
-    *("max_grad_norm", "skip_grad_norm", "config_digest", "data", "version"),
+    *("max_grad_norm", "skip_grad_norm", "config_digest", "data", "stop", "version"),
 )
 
 
@@ -31,6 +32,7 @@ class JobSpec:
     layout: Layout
     max_grad_norm: float | None
     skip_grad_norm: float | None
+    stop: StopRule | None
     message: dict[str, Any]
 
 
@@ -70,6 +72,7 @@ def parse_spec(message: Mapping[str, Any], version: str) -> JobSpec:
         layout=_layout(name, message),
         max_grad_norm=message["max_grad_norm"],
         skip_grad_norm=message["skip_grad_norm"],
+        stop=_stop(name, message),
         message={field: message[field] for field in FIELDS},
     )
 
@@ -96,7 +99,11 @@ def check_same(spec: JobSpec, other: JobSpec) -> None:
             )
 
 
-_NOUNS = {"config_digest": "config", "layout": "block layout"}
+_NOUNS = {
+    "config_digest": "config",
+    "layout": "block layout",
+    "stop": "rule for stopping early",
+}
 
 
 def _policy(name: str, message: Mapping[str, Any]) -> Policy:
@@ -106,6 +113,17 @@ def _policy(name: str, message: Mapping[str, Any]) -> Policy:
     except ValueError as error:
         raise Refused(f"job {name!r}: {error}") from error
     return policy
+
+
+def _stop(name: str, message: Mapping[str, Any]) -> StopRule | None:
+    if message["stop"] is None:
+        return None
+    if not isinstance(message["stop"], Mapping):
+        raise Refused(f"job {name!r}: stop is {message['stop']!r}, expected an object")
+    try:
+        return StopRule.from_json(message["stop"])
+    except ValueError as error:
+        raise Refused(f"job {name!r}: {error}") from error
 
 
 def _layout(name: str, message: Mapping[str, Any]) -> Layout:

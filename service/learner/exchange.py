@@ -36,12 +36,14 @@ class Turn:
       version: of the shared parameters.
       is_done: there is no further round; `version` is the last one.
       commit: facts about the commit that made the version, for metrics.
+      reason: why there is no further round, if the job was stopped.
     """
 
     round: int
     version: int
     is_done: bool = False
     commit: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +237,8 @@ class Exchange:
             if answer["state"] != "wait":
                 is_done = answer["state"] == "done"
                 number = max(int(answer.get("round", 0)), after)
-                commit = answer.get("commit") or {}
-                return Turn(number, int(answer["version"]), is_done, commit)
+                commit, version = answer.get("commit") or {}, int(answer["version"])
+                return Turn(number, version, is_done, commit, answer["reason"])
             if self._is_leaving.is_set():
                 raise Unavailable("this learner is leaving")
 

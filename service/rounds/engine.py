@@ -1,6 +1,6 @@
 """The round engine: events in, decisions out, without clock, network or randomness."""
 
-from .events import Contributed, Decision, Event, Joined, Left, Tick
+from .events import Contributed, Decision, Event, Joined, Left, Stopped, Tick
 from .independent import Independent
 from .lockstep import Lockstep
 from .policy import Policy
@@ -75,6 +75,8 @@ class Engine:
             self._leave(event)
         elif isinstance(event, Contributed):
             self._contribute(event)
+        elif isinstance(event, Stopped):
+            self._stop()
         else:
             assert isinstance(event, Tick), event
         if state.is_started and not state.is_done:
@@ -134,6 +136,13 @@ class Engine:
         member.status, member.contributed = "waiting", event.round
         state.note_arrival(member)
         self._rule.contribute(member, event)
+
+    def _stop(self) -> None:
+        """Ends the job at its newest version; what is not committed never will be."""
+        if not self._state.is_done:
+            for arrival in self._rule.stop():
+                self._state.drop(arrival, "the job was stopped")
+            self._state.finish(None)
 
     def _refusal(self, member: Member | None, event: Contributed) -> str:
         """Returns why a contribution is not even considered, or an empty string."""

@@ -74,6 +74,14 @@ class Tick(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class Stopped(Record):
+    """The job is to end now, before its last round."""
+
+    time: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Release(Record):
     """A learner may begin a round, from a version."""
 
@@ -134,11 +142,14 @@ class Done(Record):
     learner: int | None
 
 
-Event = Joined | Left | Contributed | Tick
+Event = Joined | Left | Contributed | Tick | Stopped
 Decision = Release | Commit | Dropped | Done
 _KINDS = {
     cls.__name__: cls
-    for cls in (Joined, Left, Contributed, Tick, Release, Commit, Dropped, Done)
+    for cls in (
+        *(Joined, Left, Contributed, Tick, Stopped),
+        *(Release, Commit, Dropped, Done),
+    )
 }
 
 

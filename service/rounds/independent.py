@@ -90,6 +90,12 @@ class Independent:
         elif not is_last:
             self._num_waiting += 1
 
+    def stop(self) -> list[Contributed]:
+        """Forgets everything; returns what was not committed."""
+        groups = [self._groups[fragment] for fragment in sorted(self._groups)]
+        self._groups, self._blocked = {}, []
+        return [arrival for group in groups for arrival in group.arrivals]
+
     def settle(self) -> None:
         """Commits what is due, and lets learners go on."""
         for fragment in sorted(self._groups):
@@ -188,8 +194,6 @@ class Independent:
             return
         is_empty = not self._groups and not self._num_unfinished()
         if state.policy.late == "merge" or is_empty:
-            for fragment in sorted(self._groups):
-                for arrival in self._groups[fragment].arrivals:
-                    state.drop(arrival, "the job is complete")
-            self._groups, self._blocked = {}, []
+            for arrival in self.stop():
+                state.drop(arrival, "the job is complete")
             state.finish(None)

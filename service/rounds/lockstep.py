@@ -59,6 +59,15 @@ class Lockstep:
             )
         state.release(member, state.version + 1)
 
+    def stop(self) -> list[Contributed]:
+        """Forgets everything; returns what was not committed."""
+        old = [
+            arrival for arrival, is_committed in self._last.values() if not is_committed
+        ]
+        left = [*self._fresh.values(), *old]
+        self._fresh, self._last, self._due = {}, {}, None
+        return sorted(left, key=lambda a: (a.learner, a.incarnation, a.round))
+
     def settle(self) -> None:
         """Commits the round if it is due."""
         state = self._state

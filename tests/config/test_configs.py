@@ -20,6 +20,7 @@ PUBLISHED = {
     "llama3_70b": 70_553_706_496,
 }
 MESHES = {
+    "digits": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
     "drill": ["data=8", "fsdp=4,tensor=2"],
     "default": ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"],
     "gpt2_124m": ["fsdp=8", "data=4,fsdp=4", "data=2,fsdp=2,tensor=4"],
@@ -47,7 +48,7 @@ def layout(config, mesh: str, plan: str):
 
 
 def test_each_shipped_config_is_tested_here(configs):
-    assert set(configs) == set(MESHES) == {"default", "drill", *PUBLISHED}
+    assert set(configs) == set(MESHES) == {"default", "digits", "drill", *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -171,6 +171,7 @@ def spec_message(**changes) -> dict[str, Any]:
         "skip_grad_norm": None,
         "config_digest": "c0ffee",
         "data": {},
+        "stop": None,
         "version": VERSION,
         **changes,
     }

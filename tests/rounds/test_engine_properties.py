@@ -18,6 +18,7 @@ from meshloom.service.rounds.events import (
     Joined,
     Left,
     Release,
+    Stopped,
     Tick,
 )
 from meshloom.service.rounds.policy import PRESETS, Outer, Policy
@@ -102,6 +103,9 @@ class World:
         """Delivers a message once more, late."""
         if self.sent:
             self.feed(self.sent[index % len(self.sent)])
+
+    def stop(self) -> None:
+        self.feed(Stopped(self.time, "enough"))
 
     def tick(self, seconds: float) -> None:
         self.time += seconds
@@ -307,9 +311,35 @@ def finish(world: World) -> None:
     if world.policy.is_lockstep:
         assert len(world.commits) == world.num_rounds
     assert not world.engine.kept and world.engine.deadline is None
+    check_nothing_is_lost(world)
+
+
+def check_nothing_is_lost(world: World) -> None:
     for sent in world.sent:
         key = sent.learner, sent.incarnation, sent.round
         assert world.committed[key] or world.dropped[key], "silently lost"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=30, deadline=None)
+@given(num_learners=st.integers(2, 4), before=ACTIONS, after=ACTIONS)
+def test_a_job_that_is_stopped_ends_at_once(name, num_learners, before, after):
+    world = World(POLICIES[name], num_learners, 4)
+    for learner in range(num_learners):
+        world.join(learner)
+    for action, number in before:
+        act(world, action, number)
+    version = world.engine.version
+    world.stop()
+    assert world.is_complete and world.engine.is_done
+    assert not world.engine.kept and world.engine.deadline is None
+    for action, number in [*after, *[("work", 0)] * num_learners, ("join", 1)]:
+        act(world, action, number)
+    world.stop()  # a repeated one changes nothing, which `feed` checks
+    assert world.engine.version == version == len(world.commits)
+    assert not world.engine.kept
+    check_nothing_is_lost(world)
+    assert replay(world) == world.decisions
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -193,3 +193,45 @@ def test_data_that_ends_early_is_an_error(machine):
             num_steps=5,
             record=machine.record,
         )
+
+
+class Ending(Hook):
+    """A hook that ends the run at a step."""
+
+    last = 6
+
+    def __call__(self, step, state):
+        super().__call__(step, state)
+        self.is_over = step >= self.last
+
+    is_over = False
+
+
+def test_a_hook_can_end_the_run_for_itself_and_those_after_it(machine):
+    before, save = machine.hook("before", 4), machine.hook("save", 5)
+    ending, end = Ending("eval", 3, machine.events), machine.hook("end", 0)
+    state = machine.run(
+        num_steps=10,
+        record_every=100,
+        hooks=[before, ending, save, end],
+        is_over=lambda: ending.is_over,
+        should_stop=lambda step: step == 6,  # it has ended already
+    )
+    assert state == 6 and [row["step"] for row in machine.rows] == list(range(1, 7))
+    calls = [e for e in machine.events if e[0] not in ("step", "fetch")]
+    assert calls == [
+        *(("eval", 3), ("before", 4), ("save", 5)),
+        *(("eval", 6), ("save", 6), ("end", 6)),
+    ]
+
+
+def test_a_step_can_be_the_last_one_before_any_hook(machine):
+    hooks = [machine.hook("save", 5), machine.hook("end", 0)]
+    state = machine.run(
+        num_steps=10,
+        hooks=hooks,
+        is_over=lambda: ("step", 3) in machine.events,
+    )
+    assert state == 3 and [row["step"] for row in machine.rows] == [1, 2, 3]
+    calls = [e for e in machine.events if e[0] not in ("step", "fetch")]
+    assert calls == [("save", 3), ("end", 3)]

@@ -35,6 +35,7 @@ def spec(job: str = "run", **changes):
         "skip_grad_norm": None,
         "config_digest": "c0ffee",
         "data": {},
+        "stop": None,
         "version": metadata.version("meshloom"),
         **changes,
     }

@@ -22,6 +22,7 @@ from .reading import classify
 FORMAT = 1
 ITEM = "manifest"  # the folder within a step that holds it
 LOSS = "held_out_loss"  # at the same step, if it was measured
+EVALUATED = "evaluated"  # all evaluations so far, for stopping early
 
 
 def make(step: int, tree: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from ..record.failures import CorruptCheckpoint, Unreadable
 from ..record.ledger import Ledger
 from . import manifest
 from .manager import Checkpoints, committed_steps
+from .manifest import EVALUATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +26,14 @@ class Position:
       state: with layers in the order of the layout.
       batches_ahead: batches of data that were skipped by rewinding; the next batch is
         number step + batches_ahead.
+      evaluated: what the evaluations so far amount to, for stopping early, as it was
+        saved; None if it was not.
     """
 
     step: int
     state: State
     batches_ahead: int = 0
+    evaluated: dict[str, Any] | None = None
 
 
 def restore_newest(
@@ -89,6 +94,7 @@ def _position(
         step,
         layout.arranged(state, mesh),
         _batches_ahead(saved, step, program.batch_size),
+        saved.get(EVALUATED),
     )
     # The digest of the arrays that training continues with: those that `restore` has
     # compared with the manifest, unless their layers were reordered since.

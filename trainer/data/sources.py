@@ -102,7 +102,7 @@ class Text:
         _check_text(self)
 
     def open(self, split: Split) -> PackedDataset:
-        _check_split(self, split)
+        check_split(self, split)
         own = {name: self._own_documents(name) for name in ("eval", "test")}
         what, corpus = f"Text(path='{self.path}')", own.get(split)
         if corpus:
@@ -163,7 +163,7 @@ class ArrayRecords:
         _check_text(self)
 
     def open(self, split: Split) -> PackedDataset:
-        _check_split(self, split)
+        check_split(self, split)
         what = f"ArrayRecords(path='{self.path}')"
         own_path = getattr(self, f"{split}_path", None)
         if own_path:
@@ -240,7 +240,7 @@ class Synthetic:
             )
 
     def open(self, split: Split) -> "SyntheticDataset":
-        _check_split(self, split)
+        check_split(self, split)
         return SyntheticDataset(self, split)
 
 
@@ -346,7 +346,7 @@ def _check_positive(source: Any, name: str) -> None:
         )
 
 
-def _check_split(source: Any, split: str) -> None:
+def check_split(source: Any, split: str) -> None:
     if split not in get_args(Split):
         raise ValueError(
             f"{type(source).__name__}: no split '{split}'; expected 'train', 'eval' or "

@@ -36,6 +36,7 @@ class RunFiles:
     pipeline: dict[str, Any] | None
     forecast: dict[str, Any] | None
     sample: str | None
+    stopped: str | None = None  # why the run ended before its last step
 
     @property
     def last_step(self) -> int:
@@ -69,6 +70,8 @@ class RunFiles:
 
     @property
     def is_complete(self) -> bool:
+        if self.stopped is not None:
+            return True
         return self.total_steps is not None and self.last_step >= self.total_steps
 
 
@@ -100,7 +103,16 @@ def read_run(folder: Path) -> RunFiles:
         pipeline=_read_pipeline(folder / "pipeline.json"),
         forecast=_read_forecast(folder / "forecast.json"),
         sample=_read_text(folder / "sample.txt"),
+        stopped=_stopped(folder),
     )
+
+
+def _stopped(folder: Path) -> str | None:
+    """Returns why the run ended early; None if it did not, or has continued since."""
+    path = folder / "ledger.jsonl"
+    rows = metrics.read(path) if path.is_file() else []
+    told = (row for row in reversed(rows) if row["event"] in ("step", "stopped"))
+    return next(told, {}).get("reason")
 
 
 def columns(

@@ -16,7 +16,10 @@ _MAX_HELD_OUT = 3
 def header(run: RunFiles) -> str:
     """Returns the name, the status, any warning, and the key numbers."""
     step, total = run.last_step, run.total_steps
-    if run.is_complete:
+    if run.stopped is not None:
+        early = f"stopped at step {step} of {total}, because {escape(run.stopped)}"
+        state = f"<b>Complete</b>: {early}"
+    elif run.is_complete:
         state = f"<b>Complete</b>: {step} steps"
     elif total is None:
         state = f"<b>At step {step}</b>"

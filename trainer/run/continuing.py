@@ -27,6 +27,8 @@ FREE_FIELDS = (
     "eval_every",
     "eval_batches",
     "test_batches",
+    "stop_patience",
+    "stop_min_change",
     "save_every",
     "keep_checkpoints",
     "rewind_after",

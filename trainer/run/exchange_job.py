@@ -1,5 +1,6 @@
 """What a learner tells the service about its job, and how it reaches it."""
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ def job_spec(prepared: Prepared, layout: Layout) -> dict[str, Any]:
             "batch_size": config.batch_size,
             "seed": config.seed,
         },
+        "stop": dataclasses.asdict(config.stop_rule) if config.stop_rule else None,
         "config_digest": _shared_digest(config),
         "version": importlib.metadata.version("meshloom"),
     }

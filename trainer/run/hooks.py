@@ -18,6 +18,7 @@ from ..program.step import WEIGHT
 from ..record.ledger import Ledger
 from ..record.metrics import Writer
 from ..record.progress import Progress
+from .early_stop import NEVER, EarlyStop
 from .failed_steps import FailedSteps
 from .held_out import TITLES, HeldOut
 from .loop import Hook, StepMetrics
@@ -78,6 +79,7 @@ class Evaluate:
     """Computes the mean loss and the model's other metrics over a held-out split.
 
     Attributes:
+      on_loss: called with the step and the loss.
       latest: the newest step that was evaluated, and its loss.
     """
 
@@ -88,6 +90,7 @@ class Evaluate:
     shardings: Shardings
     progress: Progress
     writers: Sequence[Writer]
+    on_loss: Callable[[int, float], None] | None = None
     latest: tuple[int, float] | None = None
 
     def __call__(self, step: int, state: State) -> None:
@@ -104,6 +107,8 @@ class Evaluate:
         figures = [(k.replace("_", " "), v) for k, v in row.items() if k != "step"]
         text = "  ".join(f"{name} {value:.4f}" for name, value in figures)
         self.progress.message(f"step {step}  {TITLES[self.split.name]} {text}")
+        if self.on_loss is not None:
+            self.on_loss(step, loss)
         self.progress.rate.restart()
 
     def _sums(self, state: State) -> dict[str, float]:
@@ -146,6 +151,8 @@ class Save:
     Attributes:
       evaluate: runs before this hook when both are due; its loss goes into the
         manifest.
+      early_stop: says whether this step is the last one, although it is not num_steps;
+        what it has seen goes into the manifest.
       last_step: the newest step that was saved.
       has_reported_wait: whether waiting for the previous save was printed once.
     """
@@ -157,11 +164,12 @@ class Save:
     failed_steps: FailedSteps
     batches_ahead: int = 0
     evaluate: Evaluate | None = None
+    early_stop: EarlyStop = NEVER
     last_step: int | None = None
     has_reported_wait: bool = False
 
     def __call__(self, step: int, state: State) -> None:
-        is_last = step >= self.prepared.config.num_steps
+        is_last = step >= self.prepared.config.num_steps or self.early_stop.is_over()
         if self.failed_steps.consecutive and not is_last:
             self.progress.message(f"step {step} failed: no checkpoint is saved")
             return
@@ -174,7 +182,8 @@ class Save:
         stall = self.checkpoints.save(
             step,
             self.prepared.layout.canonical(state, self.prepared.mesh),
-            self.prepared.metadata(step, self.batches_ahead),
+            self.prepared.metadata(step, self.batches_ahead)
+            | self.early_stop.metadata(),
             loss=measured[1] if measured and measured[0] == step else None,
             since=since,
         )

@@ -48,6 +48,7 @@ class _Round:
         return totals
 
 
+OTHERS_ARE_DONE = "enough of the other learners have done all their rounds"
 NOT_SUMMED = {WEIGHT, "samples_0", "samples_1", "skipped", "learning_rate"}
 
 
@@ -182,6 +183,18 @@ class Learner:
     def has_moved(self) -> bool:
         """Whether the run does not continue with the next step."""
         return self._has_moved
+
+    def has_ended(self) -> bool:
+        """Whether the training ended before the last step of this learner."""
+        return self.is_done and self._has_moved
+
+    @property
+    def why_ended(self) -> str:
+        """Why the training was stopped; "" if it was not, or has not ended."""
+        turn = self._exchange.turn
+        if turn.is_done and turn.reason:
+            return turn.reason
+        return OTHERS_ARE_DONE if self.has_ended() else ""
 
     def resume(self) -> int:
         """Returns where a run that has moved continues."""

@@ -39,6 +39,7 @@ def run(
     hooks: Iterable[Hook] = (),
     started: Callable[[int, dict[str, jax.Array]], None] | None = None,
     should_stop: Callable[[int], bool] | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> State:
     """Runs steps start+1 .. num_steps; hooks get the number of the step just done.
 
@@ -51,6 +52,8 @@ def run(
       started: called with each step as it is dispatched.
       should_stop: called after each step; if true, all metrics are recorded and
         StopRequested is raised with the state.
+      is_over: whether the step just done is the last one; a hook may decide it, for
+        itself and for the hooks after it.
     """
     hooks = tuple(hooks)
     pending: list[tuple[int, dict[str, jax.Array]]] = []
@@ -62,19 +65,22 @@ def run(
         pending.append((step, metrics))
         if started is not None:
             started(step, metrics)
-        last = step == num_steps
-        due = [h for h in hooks if last or (h.every and step % h.every == 0)]
-        if due:
-            record(_fetch(pending))
-            pending = []
-            for hook in due:
+        is_last, is_hooked = step == num_steps or is_over(), False
+        for hook in hooks:
+            if is_last or (hook.every and step % hook.every == 0):
+                if not is_hooked:
+                    record(_fetch(pending))
+                    pending, is_hooked = [], True
                 hook(step, state)
-        elif step % record_every == 0 and len(pending) > 1:
+                is_last = is_last or is_over()
+        if not is_hooked and step % record_every == 0 and len(pending) > 1:
             record(_fetch(pending[:-1]))
             pending = pending[-1:]
-        if should_stop is not None and should_stop(step) and not last:
+        if should_stop is not None and should_stop(step) and not is_last:
             record(_fetch(pending))
             raise StopRequested(step, state)
+        if is_last:
+            break
     if pending:
         record(_fetch(pending))
     return state

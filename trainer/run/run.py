@@ -28,6 +28,7 @@ from ..record.phases import Phases
 from ..record.progress import Progress
 from ..record.run_folder import RunFolder
 from . import loop
+from .early_stop import EarlyStop
 from .failed_steps import FailedSteps, Rewind, give_up
 from .hooks import Evaluate, Recorder, Save, Watched
 from .prepare import Prepared
@@ -208,7 +209,10 @@ class Run:
             self._bubble,
             config.exchange.share,
         )
-        hooks, save = self._built_in_hooks(position, progress, writers, failed_steps)
+        stop = EarlyStop.of(config, self.group, position, self.learner, self._stopped)
+        hooks, save = self._built_in_hooks(
+            position, progress, writers, failed_steps, stop
+        )
         batches = device_batches(
             prepared.train_data,
             Order(len(prepared.train_data), config.seed),
@@ -220,7 +224,7 @@ class Run:
         )
         try:
             with progress, batches:
-                return loop.run(
+                state = loop.run(
                     step_fn,
                     position.state,
                     batches,
@@ -233,18 +237,20 @@ class Run:
                     ],
                     started=self._started,
                     should_stop=self._should_stop,
+                    is_over=stop.is_over,
                 )
-        except loop.StopRequested as stop:
+                if self.learner is not None and self.learner.has_ended():
+                    self._stopped(self.learner.step, self.learner.why_ended)
+                return state
+        except loop.StopRequested as asked:
             if self.learner is not None and self.learner.has_moved():
-                if self.learner.is_done:
-                    return self._ended_early(stop, save)
-                raise _Moved(self.learner.resume(), stop.state) from None
+                raise _Moved(self.learner.resume(), asked.state) from None
             self.watchdog.beat(allow=ALLOW_SECONDS)
-            if save.last_step != stop.step:
-                save.now(stop.step, stop.state)
+            if save.last_step != asked.step:
+                save.now(asked.step, asked.state)
             self.checkpoints.wait()
-            self.ledger.event("preempted", step=stop.step)
-            raise Preempted(stop.step) from None
+            self.ledger.event("preempted", step=asked.step)
+            raise Preempted(asked.step) from None
         finally:
             for writer in writers:
                 writer.close()
@@ -254,17 +260,11 @@ class Run:
             return True
         return self.should_stop is not None and self.should_stop(step)
 
-    def _ended_early(self, stop: loop.StopRequested, save: Save) -> State:
-        """Saves the last state of a learner that the others did not wait for."""
+    def _stopped(self, step: int, reason: str) -> None:
+        """Says and records why the run ends before its last step."""
         num_steps = self.prepared.config.num_steps
-        self.console.print(
-            f"The training ended while this learner was at step {stop.step} of "
-            f"{num_steps}: enough of the others are done."
-        )
-        if save.last_step != stop.step:
-            save.now(stop.step, stop.state)
-        self.checkpoints.wait()
-        return stop.state
+        self.console.print(f"Stopped at step {step} of {num_steps}: {reason}")
+        self.ledger.event("stopped", step=step, reason=reason)
 
     def _started(self, step: int, metrics: dict[str, jax.Array]) -> None:
         self.watchdog.started(step, metrics["loss"])
@@ -301,15 +301,10 @@ class Run:
         progress: Progress,
         writers: Sequence[metrics.Writer],
         failed_steps: FailedSteps,
+        stop: EarlyStop,
     ) -> tuple[list[loop.Hook], Save]:
         """Returns the hooks that every run has, in order, and the one that saves."""
         prepared, config = self.prepared, self.prepared.config
-        hooks: list[loop.Hook] = []
-        if config.check_replicas_every:  # first: a state that fails it is not saved
-            every = config.check_replicas_every
-            hooks.append(
-                CheckReplicas(every, self.folder.path, self.group.index, position.step)
-            )
         # The test split is evaluated once, at the end.
         every = {"eval": config.eval_every, "test": 0}
         evaluations = {
@@ -321,10 +316,17 @@ class Run:
                 prepared.program.batch_shardings,
                 progress,
                 writers,
+                stop if name == "eval" else None,
             )
             for name, split in prepared.held_out.items()
         }
-        hooks += evaluations.values()
+        hooks: list[loop.Hook] = list(evaluations.values())
+        if config.check_replicas_every:
+            # After the evaluation that may end the run. It comes before the save: a
+            # state that fails the check is not saved.
+            where = self.folder.path, self.group.index, position.step
+            check = CheckReplicas(config.check_replicas_every, *where)
+            hooks.insert(int("eval" in evaluations), check)
         # Last: a run that is killed right after it must not lack an evaluation.
         save = Save(
             config.save_every,
@@ -334,6 +336,7 @@ class Run:
             failed_steps,
             position.batches_ahead,
             evaluations.get("eval"),
+            stop,
         )
         return [*hooks, save], save
 

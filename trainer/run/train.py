@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 from rich.console import Console
 
+from ...service.rounds.plateau import StopRule
 from ..checkpoint.manager import Checkpoints
 from ..checkpoint.restore import Position
 from ..config import tree as config_tree
@@ -22,8 +23,8 @@ from ..record.invocation import Invocation
 from ..record.ledger import Ledger
 from ..record.phases import Phases
 from ..record.run_folder import RunFolder
+from . import early_stop, loop
 from . import exchange as exchange_lib
-from . import loop
 from .finish import Observer, finish
 from .opening import Opened, open_run
 from .prepare import Prepared
@@ -52,6 +53,10 @@ class Config(Computation):
       eval_batches: batches of the held-out split in each evaluation; None for all of
         it, 0 for none.
       test_batches: the same for the test split, evaluated once, after the last step.
+      stop_patience: the run ends after this many evaluations in a row in which the
+        held-out loss did not fall; 0 for only after num_steps. Learners of one job end
+        together, by the evaluations of learner 0.
+      stop_min_change: by how much the loss must fall to count as lower.
       save_every: steps between checkpoints, besides the one at the end; 0 for only
         that one.
       checkpoint_folder: where checkpoints are saved, an absolute path or
@@ -78,6 +83,8 @@ class Config(Computation):
     eval_every: int = 100
     eval_batches: int | None = 16
     test_batches: int | None = 0
+    stop_patience: int = 0
+    stop_min_change: float = 0.0
     save_every: int = 100
     checkpoint_folder: str | None = None
     keep_checkpoints: int | None = 3
@@ -89,6 +96,13 @@ class Config(Computation):
     sample_prompt: str | None = None
     sample_tokens: int = 256
     exchange: exchange_lib.Config = exchange_lib.Config()
+
+    @property
+    def stop_rule(self) -> StopRule | None:
+        """When to end before num_steps; None for never."""
+        if not self.stop_patience:
+            return None
+        return StopRule(self.stop_patience, self.stop_min_change)
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,6 +120,7 @@ class Config(Computation):
                 f"stall_seconds must be >= 0, got {self.stall_seconds}; 0 never ends "
                 "a process that is stuck"
             )
+        early_stop.check(self)
         if self.keep_best and self.eval_batches == 0:
             raise ValueError(
                 f"keep_best is {self.keep_best}, but with eval_batches=0 there is no "
@@ -309,8 +324,8 @@ def _train(
     config = prepared.config
     if config.probe_network or (config.probe_network is None and run.group.size > 1):
         network_probe.run(prepared.mesh, run.group, folder, hosts, console)
-    if position.step >= config.num_steps:
-        console.print(f"This run is complete at step {position.step}.")
+    if (line := early_stop.complete(config, position, run.learner)) is not None:
+        console.print(line, markup=False)
         return position.state
     if position.step:
         console.print(f"Resuming from step {position.step}")
