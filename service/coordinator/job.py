@@ -319,7 +319,9 @@ class Job:
         entry = commits.make_entry(
             commit, parts, merged, self._received, self.spec, now=self.now()
         )
-        in_use = {p.version for p in self._places.values() if p.state == "go"}
+        # Whoever is done reads the version at which it was, before it leaves.
+        reading = ("go", "done")
+        in_use = {p.version for p in self._places.values() if p.state in reading}
         in_use |= {info.base for info in self._received.values()}
         wanted = self.engine.kept | later
         return {

@@ -177,6 +177,28 @@ def test_versions_that_somebody_may_read_are_kept(make_house):
     assert sorted(house.servers[0].jobs["run"]["versions"]) == [0, 2, 3]
 
 
+def test_the_version_at_which_a_learner_was_done_is_kept_until_it_leaves(make_house):
+    house = make_house(mode="async", num_rounds=2)
+    house.start()
+    join_all(house)
+    house.initialize()
+
+    def contribute(learner: int, round: int) -> None:
+        base = house.next(learner, 1, round - 1)["version"]
+        house.stage(learner, 1, round, 1.0)
+        house.contribute(learner, 1, round, base)
+
+    for learner, round in ((0, 1), (0, 2), (1, 1)):
+        contribute(learner, round)
+    place = house.next(0, 1, 2)
+    assert (place["state"], place["version"]) == ("done", 2)
+    versions = lambda: house.servers[0].jobs["run"]["versions"]  # noqa: E731
+    assert versions().keys() == {0, 2, 3}  # learner 1 went on from version 0
+    house.ask("leave", learner=0, incarnation=1, reason="done")
+    contribute(1, 2)
+    assert versions().keys() == {3, 4}
+
+
 def test_reused_contributions_stay_on_the_servers(make_house):
     policy = {"quorum": 1, "late": "reuse", "staleness": 2}
     house = make_house(policy=policy, num_rounds=9)
