@@ -1,10 +1,11 @@
 """Measures push and pull of tensors against a bare gRPC stream of the same chunks.
 
-    python benchmarks/wire.py [--mib 64] [--rounds 7]
+    python benchmarks/wire.py [--mib 64] [--rounds 21]
 
 A server in a process of its own, on loopback. Both sides alternate in one run. The bare
-stream sends as many 2 MiB chunks, made beforehand, and does nothing with them; ours
-addresses pieces, computes and compares CRC32C, and copies into the staging buffers.
+stream sends as many chunks of the same size, made beforehand, and does nothing with
+them; ours addresses pieces, computes and compares CRC32C, and copies them to their
+places.
 """
 
 import argparse
@@ -125,7 +126,7 @@ def summary(seconds: dict[str, list[float]], nbytes: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

@@ -16,6 +16,7 @@ from ..wire import tensors
 from ..wire.calls import Channel, Download, Message, Server, Upload
 from ..wire.credentials import Tls
 from ..wire.errors import Refused, Unavailable
+from .receiving import Receiving
 from .store import BlockStore
 from .update import MakeUpdate, no_optimizers
 
@@ -86,18 +87,13 @@ class BlockServer:
         names = ("job", "learner", "incarnation", "round")
         job, *numbers = fields(json.loads(first), *names)
         store, key = self._store(job), (numbers[0], numbers[1], numbers[2])
-        scratch = tensors.Scratch()
-
-        def target(header: tensors.Header):
-            place = header.place["block"], header.place["slab"]
-            store.staging.check(key, *place, header.box, header.dtype)
-            return scratch(header)
-
-        def done(header: tensors.Header, array) -> None:
-            place = header.place["block"], header.place["slab"]
-            store.stage(*key, *place, header.box.start, array)
-
-        nbytes = tensors.decode(messages, ("block", "slab"), target, done)
+        receiving = Receiving(store, key)
+        try:
+            nbytes = tensors.decode(
+                messages, ("block", "slab"), receiving.target, receiving.done
+            )
+        finally:
+            receiving.close()
         return {"bytes": nbytes}
 
     def pull(self, message: Message) -> Iterator[bytes]:

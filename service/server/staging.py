@@ -1,9 +1,12 @@
 """Staging: contributions that have arrived, in whole or in part, until a commit.
 
-Pieces come from several processes at once and in any order. Each is copied into float32
-buffers, one for each slab, that are used again once a contribution is dropped.
+Pieces come from several processes at once and in any order. They go to float32 buffers,
+one for each slab, that are used again once a contribution is dropped. A piece is copied
+there when it is known to be right; or it is received there, and counts from the moment
+at which it is known to be right.
 """
 
+import enum
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,6 +19,12 @@ from ..blocks.layout import Layout
 from ..wire.errors import Refused
 
 Key = tuple[int, int, int]  # learner, incarnation, round
+
+
+class _State(enum.Enum):
+    """What is known of a piece: it is arriving, right but being copied, or there."""
+
+    ARRIVING, COPIED, THERE = range(3)
 
 
 class Pool:
@@ -59,8 +68,8 @@ class Staged:
         self._pool = pool
         self._lock = threading.Lock()
         self._buffers: dict[int, list[np.ndarray]] = {}
-        # The boxes of each slab; False while the bytes are being copied.
-        self._boxes: dict[tuple[int, int], dict[Box, bool]] = defaultdict(dict)
+        # The boxes of each slab.
+        self._boxes: dict[tuple[int, int], dict[Box, _State]] = defaultdict(dict)
 
     def stage(
         self, block: int, slab: int, start: Sequence[int], array: np.ndarray
@@ -76,23 +85,49 @@ class Staged:
         )
         with self._lock:
             boxes = self._boxes[block, slab]
-            if boxes.get(box):
+            if boxes.get(box) is _State.THERE:
                 return
-            for other in boxes:
-                if other != box and other.intersect(box) is not None:
-                    raise Refused(
-                        f"{self._piece(block, slab, box)} overlaps the piece {other} "
-                        "that arrived before; two processes of a learner must not "
-                        "send the same elements"
-                    )
-            boxes[box] = False
-            if block not in self._buffers:
-                slabs = self._layout.blocks[block].slabs
-                self._buffers[block] = [self._pool.take(s.box.shape) for s in slabs]
-            target = self._buffers[block][slab]
-        target[box.slices(inside=inside)] = array
+            self._check_overlap(block, slab, box)
+            buffers = self._buffers_of(block)
+            if boxes.get(box) is _State.ARRIVING:
+                # The other stream may be dead, and may still write what is not right:
+                # it keeps the buffer, and what counts moves to another one.
+                buffers[slab] = buffers[slab].copy()
+            boxes[box] = _State.COPIED
+            target = buffers[slab][(*box.slices(inside=inside), ...)]
+        target[...] = array
         with self._lock:
-            boxes[box] = True
+            self._settle(block, slab, box, target)
+
+    def open(self, block: int, slab: int, box: Box) -> np.ndarray | None:
+        """Returns where the bytes of a piece can be received; `close` must follow.
+
+        None: they must be received elsewhere and staged. The piece is there already, or
+        arrives in another stream, or its place is not contiguous.
+        """
+        inside = self._layout.blocks[block].slabs[slab].box
+        with self._lock:
+            if box in self._boxes[block, slab]:
+                return None
+            self._check_overlap(block, slab, box)
+            index = (*box.slices(inside=inside), ...)
+            target = self._buffers_of(block)[slab][index]
+            if not target.flags.c_contiguous:
+                return None
+            self._boxes[block, slab][box] = _State.ARRIVING
+            return target
+
+    def close(
+        self, block: int, slab: int, box: Box, target: np.ndarray, is_right: bool
+    ) -> None:
+        """Ends what `open` began: the piece counts if its bytes are right."""
+        with self._lock:
+            if self._boxes[block, slab].get(box) is not _State.ARRIVING:
+                return  # it has come in another stream
+            if is_right:
+                self._settle(block, slab, box, target)
+            else:
+                del self._boxes[block, slab][box]
 
     def missing(self, blocks: Iterable[int]) -> str | None:
         """Returns the first slab of these blocks that is not complete, if any."""
@@ -100,7 +135,8 @@ class Staged:
             for block in blocks:
                 for i, slab in enumerate(self._layout.blocks[block].slabs):
                     boxes = self._boxes.get((block, i), {})
-                    size = sum(box.size for box, is_there in boxes.items() if is_there)
+                    there = (box for box, x in boxes.items() if x is _State.THERE)
+                    size = sum(box.size for box in there)
                     if size < slab.box.size:
                         path = self._layout.leaves[slab.leaf].path
                         return (
@@ -121,15 +157,38 @@ class Staged:
         """Gives the buffers back to the pool; pieces must not be added afterwards."""
         with self._lock:
             is_written = any(
-                not is_there
+                state is not _State.THERE
                 for boxes in self._boxes.values()
-                for is_there in boxes.values()
+                for state in boxes.values()
             )
             buffers, self._buffers = self._buffers, {}
         # A buffer that a late piece is still being copied into is left to that thread.
         if not is_written:
             for array in (x for arrays in buffers.values() for x in arrays):
                 self._pool.give(array)
+
+    def _buffers_of(self, block: int) -> list[np.ndarray]:
+        if block not in self._buffers:
+            slabs = self._layout.blocks[block].slabs
+            self._buffers[block] = [self._pool.take(s.box.shape) for s in slabs]
+        return self._buffers[block]
+
+    def _settle(self, block: int, slab: int, box: Box, target: np.ndarray) -> None:
+        """Counts a piece whose bytes are in `target`."""
+        buffers = self._buffers.get(block)  # None: all of it was dropped meanwhile
+        if buffers is not None and not np.may_share_memory(buffers[slab], target):
+            inside = self._layout.blocks[block].slabs[slab].box
+            buffers[slab][box.slices(inside=inside)] = target
+        self._boxes[block, slab][box] = _State.THERE
+
+    def _check_overlap(self, block: int, slab: int, box: Box) -> None:
+        for other in self._boxes[block, slab]:
+            if other != box and other.intersect(box) is not None:
+                raise Refused(
+                    f"{self._piece(block, slab, box)} overlaps the piece {other} that "
+                    "arrived before; two processes of a learner must not send the same "
+                    "elements"
+                )
 
     def _piece(self, block: int, slab: int, box: Box) -> str:
         leaf = self._layout.leaves[self._layout.blocks[block].slabs[slab].leaf]
@@ -199,15 +258,20 @@ class Staging:
         array: np.ndarray,
     ) -> None:
         """Adds a piece of a contribution."""
+        staged = self.made(key)
+        if staged is not None:
+            staged.stage(block, slab, start, array)
+
+    def made(self, key: Key) -> Staged | None:
+        """Returns a contribution, made if it is new; None if it was dropped."""
         with self._lock:
             if key[2] <= self._dropped.get(key[:2], -1):
-                return
+                return None
             if key not in self._staged:
                 self._staged[key] = Staged(
                     self.describe(key), self._layout, self._owned, self._pool
                 )
-            staged = self._staged[key]
-        staged.stage(block, slab, start, array)
+            return self._staged[key]
 
     def check(self, key: Key, block: int, slab: int, box: Box, dtype: np.dtype) -> None:
         """Refuses a piece that does not belong here, before its bytes are received."""

@@ -24,7 +24,7 @@ Message = dict[str, Any]
 Handler = Callable[[Message], Message]
 
 SERVICE = "meshloom"
-# Chunks of tensors have 2 MiB. The spec of a job has some 50 bytes for each block.
+# Chunks of tensors have 512 KiB. The spec of a job has some 50 bytes for each block.
 MAX_MESSAGE = 64 << 20
 # Connections that are silent are asked for a sign of life, so that a partition is
 # noticed; a server allows it as often as clients do it.

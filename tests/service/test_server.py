@@ -162,8 +162,9 @@ def test_a_damaged_piece_is_refused_and_can_be_sent_again(group, monkeypatch):
     encode = tensors.encode
 
     def flipping(arrays):
-        messages = list(encode(arrays))
-        return iter([*messages[:-1], bytes([messages[-1][0] ^ 1]) + messages[-1][1:]])
+        data = bytearray(b"".join(encode(arrays)))
+        data[-5] ^= 1  # the last byte before the checksum
+        return iter([bytes(data)])
 
     monkeypatch.setattr(tensors, "encode", flipping)
     with pytest.raises(Refused, match="is damaged: CRC32C"):
@@ -182,10 +183,11 @@ def test_bad_messages_get_one_line(group):
     held = next(block for block, owner in group.owners.items() if owner == address)
     # More memory than there is: it must be refused before the bytes are received.
     huge = {"block": held, "slab": 0, "start": [0, 0], "shape": [1 << 22, 1 << 22]}
-    huge |= {"dtype": "float32", "nbytes": 1 << 46, "crc": 0}
+    huge |= {"dtype": "float32", "nbytes": 1 << 46}
     if len(LAYOUT.blocks[held].slabs[0].box.shape) == 3:
         huge |= {"start": [0, 0, 0], "shape": [1, 1 << 22, 1 << 22]}
-    too_large = [json.dumps(about).encode(), json.dumps(huge).encode()]
+    header = json.dumps(huge).encode()
+    too_large = [json.dumps(about).encode(), len(header).to_bytes(4, "little") + header]
     piece = np.ones((1, 40), np.float32)
     cases = [
         (lambda: channel.push("x", 0, 0, 1, []), "this server has no job 'x'"),

@@ -58,40 +58,99 @@ def test_parts_that_are_not_contiguous(array):
 
 
 @pytest.mark.parametrize("extra", [0, 1, -1])
-def test_chunks_have_two_mebibytes(extra):
-    array = np.arange((tensors.CHUNK + extra) // 2, dtype=np.uint16)
+def test_messages_have_the_size_of_a_chunk(extra):
+    array = np.arange(3 * tensors.CHUNK // 2 + extra, dtype=np.uint16)
     array = array.view(np.float16)
     messages = sent(array)
-    assert all(len(chunk) <= tensors.CHUNK for chunk in messages)
-    assert len(messages) == 1 + -(-array.nbytes // tensors.CHUNK)
+    assert [len(message) for message in messages[:-1]] == [tensors.CHUNK] * 3
+    assert 0 < len(messages[-1]) < 1000  # the header and the checksum
     assert received(messages)[0][1].tobytes() == array.tobytes()
 
 
-def flipped(messages):
-    data = bytearray(messages[3])
-    data[7] ^= 1
-    return [*messages[:3], bytes(data)]
+def test_small_arrays_share_a_message():
+    arrays = [numbers((7, 11)) for _ in range(50)]
+    messages = sent(*arrays)
+    assert len(messages) == 1
+    for _, array in received(messages):
+        assert np.array_equal(array, arrays[0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 400), min_size=1))
+def test_messages_may_be_cut_anywhere(sizes):
+    arrays = [numbers((3, 7)), numbers((2,), "float16"), numbers((4, 6))]
+    data, messages = b"".join(sent(*arrays)), []
+    for size in sizes:
+        messages.append(data[:size])
+        data = data[size:]
+    found = received([*messages, b"", data])
+    for expected, (_, array) in zip(arrays, found, strict=True):
+        assert np.array_equal(array, expected)
+
+
+def parts(messages):
+    """Returns [first array, header, bytes, checksum] of a stream of two arrays."""
+    data = b"".join(messages)
+    first = len(b"".join(sent(numbers((2, 3)))))
+    size = int.from_bytes(data[first : first + 4], "little")
+    header = first + 4 + size
+    return [data[:first], data[first + 4 : header], data[header:-4], data[-4:]]
+
+
+def joined(first, header, values, checksum):
+    prefix = len(header).to_bytes(4, "little")
+    return [first + prefix + header + values + checksum]
 
 
 def with_header(messages, **changes):
-    header = json.loads(messages[2])
-    return [*messages[:2], json.dumps({**header, **changes}).encode(), messages[3]]
+    first, header, *rest = parts(messages)
+    changed = {**json.loads(header), **changes}
+    return joined(first, json.dumps(changed).encode(), *rest)
+
+
+def flipped(messages, position):
+    data = bytearray(b"".join(messages))
+    data[position] ^= 1
+    return [bytes(data)]
+
+
+def spoiled(change):
+    return lambda messages: joined(*change(*parts(messages)))
 
 
 SPOILED = {
-    "flipped bit": (flipped, "block 1, slab 0 is damaged: CRC32C"),
-    "lost chunk": (lambda m: m[:3], "block 1, slab 0 is short: 0 of 96 bytes"),
-    "cut chunk": (lambda m: [*m[:3], m[3][:90]], "is short: 90 of 96 bytes"),
-    "empty chunk": (lambda m: [*m[:3], b""], "a chunk of 0 bytes after 0 of 96"),
-    "long chunk": (lambda m: [*m[:3], m[3] + b"x"], "a chunk of 97 bytes"),
+    "flipped bit": (lambda m: flipped(m, -20), "block 1, slab 0 is damaged: CRC32C"),
+    "flipped checksum": (lambda m: flipped(m, -1), "block 1, slab 0 is damaged"),
+    "no bytes": (
+        spoiled(lambda a, b, c, d: (a, b, b"", b"")),
+        "block 1, slab 0 is short: 0 of 96 bytes",
+    ),
+    "cut bytes": (
+        spoiled(lambda a, b, c, d: (a, b, c[:90], b"")),
+        "is short: 90 of 96 bytes",
+    ),
+    "lost bytes": (spoiled(lambda a, b, c, d: (a, b, c[:95], d)), "no checksum"),
+    "no checksum": (spoiled(lambda a, b, c, d: (a, b, c, b"")), "has no checksum"),
+    "cut header": (
+        lambda m: [m[0][: len(parts(m)[0]) + 24]],
+        "header of a piece: 20 of .* bytes; expected",
+    ),
+    "cut length": (lambda m: [parts(m)[0] + b"xx"], "header of a piece: 0 of 0 bytes"),
+    "long header": (
+        lambda m: [parts(m)[0] + b"\xff" * 4 + m[0]],
+        "header of a piece: 0 of 4294967295 bytes",
+    ),
     "wrong size": (lambda m: with_header(m, nbytes=92), "92 bytes, but shape"),
     "other shape": (lambda m: with_header(m, shape=[4, 7]), r"96 bytes, but .* 112"),
     "dimensions": (lambda m: with_header(m, start=[0]), "as many starts"),
     "negative": (lambda m: with_header(m, start=[0, -1]), "-1 is not an integer"),
     "a string": (lambda m: with_header(m, block="1"), "'1' is not an integer"),
     "dtype": (lambda m: with_header(m, dtype="object"), "'object' cannot be"),
-    "not JSON": (lambda m: [*m[:2], b"\x80\x04", m[3]], "header of a piece"),
-    "no slab": (lambda m: [*m[:2], b'{"block": 1}'], "no 'slab'"),
+    "not JSON": (
+        spoiled(lambda a, b, c, d: (a, b"\x80\x04", c, d)),
+        "header of a piece",
+    ),
+    "no slab": (spoiled(lambda a, b, c, d: (a, b'{"block": 1}', c, d)), "no 'slab'"),
 }
 
 
