@@ -61,7 +61,7 @@ class Coordinator:
         self._connect = connect
         self._clock = clock
         self._say = say
-        self._log = Log(folder / "coordinator.db")
+        self._log = Log.embedded(folder / "coordinator.db")
         self._changed = threading.Condition()  # guards what follows
         self._servers: dict[str, Registered] = {}
         self._drivers: dict[str, Driver] = {}
