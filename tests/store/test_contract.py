@@ -1,4 +1,4 @@
-"""What every store does alike."""
+"""What every store does alike: one suite for the embedded one and for a real etcd."""
 
 import threading
 import time
@@ -15,6 +15,8 @@ from meshloom.service.store.store import (
     Store,
     get,
 )
+
+pytestmark = pytest.mark.processes
 
 
 def put(store: Store, key: str, value: str = "x", lease: int | None = None) -> int:
@@ -50,7 +52,10 @@ def test_ranges_are_in_order_of_keys_and_limited(store):
     assert get(store, "b/1") is not None and get(store, "b/") is None
 
 
-def test_a_long_range_is_complete(store):
+def test_a_long_range_is_complete(store, monkeypatch):
+    from meshloom.service.store import etcd
+
+    monkeypatch.setattr(etcd, "PAGE", 7)
     names = [f"n/{i:03d}" for i in range(23)]
     store.transact([], [Put(name, name) for name in names])
     assert keys(store, "n/") == names
@@ -127,6 +132,7 @@ def test_the_keys_of_a_lease_vanish_with_its_process(open_store):
     put(store, "a", lease=lease.id)
     put(store, "b")
     store.close()  # without revoking: as if it was killed
+    lease._ended.set() if hasattr(lease, "_ended") else None
     store, deadline = open_store(), time.monotonic() + 20
     while keys(store, "a"):
         assert time.monotonic() < deadline
