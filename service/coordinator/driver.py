@@ -13,13 +13,16 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..wire.errors import Refused, Unavailable
+from ..store.store import Deposed
+from ..wire.errors import OldTerm, Refused, Unavailable
 from . import restoring
 from .job import Job
 from .servers import ServerLost
 
 # How often leases are looked at if nothing happens.
 POLL_SECONDS = 0.25
+# What can happen to a job; anything else is a bug, of which the log shows the place.
+EXPECTED = (ValueError, OSError, ServerLost, Deposed, OldTerm)
 _LOG = logging.getLogger(__name__)
 METHODS = (
     *("describe", "join", "contribute", "leave", "initialize", "report", "save_now"),
@@ -111,7 +114,7 @@ class Driver:
                 if len(pending) < len(taken):
                     return
         except Exception as error:
-            if not isinstance(error, ValueError | OSError | ServerLost):
+            if not isinstance(error, EXPECTED):
                 _LOG.exception("job %r has stopped", self.job.spec.job)
             self.fail(str(error))
             self.status = {**self.status, "state": "failed", "reason": str(error)}

@@ -14,18 +14,21 @@ that leads can write one: its transactions are conditional on its term.
 
 import dataclasses
 import json
+import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ..store.election import LEASE_SECONDS, Leadership, try_to_lead
 from ..store.sqlite import SqliteStore
 from ..store.store import Put, Store, StoreUnavailable
 
 RETRY_SECONDS = 0.2  # between attempts, while a store does not answer
+Answer = TypeVar("Answer")
+_LOG = logging.getLogger(__name__)
 
 # Files that were written before there were other stores have a table of entries.
 OLD_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'entries'"
@@ -109,7 +112,7 @@ class Log:
     def read(self, job: str) -> list[Entry]:
         """Returns the entries of a job, oldest first."""
         found: list[Entry] = []
-        for item in self._store.range(_folder(job)).items:
+        for item in self._patiently(lambda: self._store.range(_folder(job))).items:
             first = _number(item.key)
             rows = enumerate(json.loads(item.value), first)
             found.extend(Entry(seq, kind, body) for seq, (kind, body) in rows)
@@ -117,7 +120,8 @@ class Log:
 
     def jobs(self) -> list[str]:
         """Returns the names of all jobs, in the order in which they were opened."""
-        return [item.value for item in self._store.range("jobs/").items]
+        listing = self._patiently(lambda: self._store.range("jobs/"))
+        return [item.value for item in listing.items]
 
     def close(self) -> None:
         """Lets another coordinator lead."""
@@ -125,21 +129,28 @@ class Log:
         self._store.close()
 
     def _write(self, puts: list[Put]) -> None:
-        """Writes while this coordinator leads; the same again changes nothing."""
+        """Writes if this coordinator leads; the same again changes nothing."""
+        fence = [self._leadership.fence]
+        if self._patiently(lambda: self._store.transact(fence, puts)) is None:
+            self._leadership.depose()
+
+    def _patiently(self, call: Callable[[], Answer]) -> Answer:
+        """Tries again while the store does not answer, as long as this one leads."""
         while True:
             self.check()
             try:
-                revision = self._store.transact([self._leadership.fence], puts)
-            except StoreUnavailable:
+                return call()
+            except StoreUnavailable as error:
+                _LOG.warning("%s; trying again", error)
                 time.sleep(RETRY_SECONDS)
-                continue
-            if revision is None:
-                self._leadership.depose()
-            return
 
     def _last(self, job: str) -> int:
         """Returns the number of the last entry of a job."""
-        (item,) = self._store.range(_folder(job), limit=1, reverse=True).items
+        folder = _folder(job)
+        found = self._patiently(
+            lambda: self._store.range(folder, limit=1, reverse=True)
+        )
+        (item,) = found.items
         return _number(item.key) + len(json.loads(item.value)) - 1
 
 

@@ -8,13 +8,12 @@ out (`check`).
 
 import json
 import uuid
+from typing import NamedTuple
 
 from .store import Condition, Deposed, Lease, Put, Store, get
 
 LEADER, TERM = "leader", "term"
 LEASE_SECONDS = 6.0
-# A watch is renewed so often; the loss of a leader is seen at once, not after this.
-WATCH_SECONDS = 2.0
 
 
 class Leadership:
@@ -84,15 +83,21 @@ def try_to_lead(store: Store, address: str, seconds: float) -> Leadership | None
     return Leadership(term, revision, lease)
 
 
-def leader_of(store: Store) -> str | None:
-    """Returns the address of the leader, if there is one."""
-    found = get(store, LEADER)
-    return None if found is None else json.loads(found.value)["address"]
+class Seen(NamedTuple):
+    """Who led at a revision of the store; None: nobody."""
+
+    address: str | None
+    revision: int
 
 
-def await_change(store: Store, seconds: float = WATCH_SECONDS) -> str | None:
-    """Waits a while for another leader or none; returns the leader's address."""
+def look(store: Store) -> Seen:
+    """Returns who leads."""
     listing = store.range(LEADER)
-    if listing.items:
-        store.watch(LEADER, listing.revision, seconds)
-    return leader_of(store)
+    addresses = [json.loads(item.value)["address"] for item in listing.items]
+    return Seen(addresses[0] if addresses else None, listing.revision)
+
+
+def await_change(store: Store, seen: Seen, seconds: float) -> None:
+    """Returns once somebody else may lead, and after so many seconds at the latest."""
+    if seen.address is not None:
+        store.watch(LEADER, seen.revision, seconds)

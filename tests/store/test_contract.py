@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from meshloom.service.store.election import leader_of, try_to_lead
+from meshloom.service.store.election import look, try_to_lead
 from meshloom.service.store.store import (
     Condition,
     Delete,
@@ -170,14 +170,14 @@ def test_one_leads_at_a_time_and_terms_grow(store):
     first = try_to_lead(store, "one:1", 30)
     assert first is not None and first.term == 1
     first.check()
-    assert leader_of(store) == "one:1"
+    assert look(store).address == "one:1"
     assert try_to_lead(store, "two:2", 30) is None
     assert store.transact([first.fence], [Put("a", "1")]) is not None
     first.resign()
-    assert leader_of(store) is None
+    assert look(store).address is None
     second = try_to_lead(store, "two:2", 30)
     assert second is not None and second.term == 2
-    assert leader_of(store) == "two:2"
+    assert look(store).address == "two:2"
     assert store.transact([first.fence], [Put("a", "0")]) is None
     assert store.transact([second.fence], [Put("a", "2")]) is not None
     with pytest.raises(Deposed, match=r"\(term 1\) leads no longer"):
