@@ -61,6 +61,7 @@ ROOMS = (
     Room("service/server", "blocks of parameters", 6, 2),
     Room("service/wire", "calls and streams", 7, 2),
     Room("service/blocks", "arrays as blocks", 9, 0),
+    Room("service/store", "what must not be lost", 6, 0),
     Room("service/rounds", "engine, simulator", 7, 0),
     Room("launch/targets", "local, Slurm, ssh, ...", 5, 0),
     Room("launch", "supervisor; without jax", 10, 0),

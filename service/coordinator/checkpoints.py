@@ -8,7 +8,7 @@ of servers can load one, so the folder must be on a disk that all of them see.
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,18 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one job."""
+    """The checkpoints of one job.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+      check: called before files change; raises an error if they must not.
+    """
+
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None):
+        self.folder, self._check = folder, check
 
     def prepare(self, version: int) -> Path:
         """Returns an empty folder for the servers to save a version into."""
+        self._check()
         folder = self.folder / str(version)
         if folder.exists():
             # Of an abandoned history, or cut short. The manifest goes first, so that
@@ -68,6 +73,7 @@ class Checkpoints:
             **{"version": version, "cut": cut, "layout": layout},
             **{"files": files, "about": about},
         }
+        self._check()
         replace_json(folder / MANIFEST, manifest)
         return Checkpoint(folder, version, cut, layout, files)
 
@@ -84,6 +90,7 @@ class Checkpoints:
 
     def keep(self, versions: Iterable[int]) -> None:
         """Deletes every other checkpoint, and what was left of unfinished ones."""
+        self._check()
         wanted = set(versions)
         for folder in self._folders():
             if int(folder.name) not in wanted:

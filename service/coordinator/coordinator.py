@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..wire.errors import Refused, Unavailable
+from ..store.store import Deposed
+from ..wire.errors import NotLeader, Refused, Unavailable
 from . import disk
 from .driver import Driver
 from .history import make_history
@@ -43,6 +44,7 @@ class Coordinator:
       num_servers: jobs are opened once so many servers have registered.
       version: of this package; learners must have the same.
       connect: makes a server that can be called, from its name and address.
+      log: of a coordinator that leads; by default the embedded one in the folder.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Coordinator:
         connect: Callable[[str, str], RemoteServer],
         clock: Callable[[], float],
         say: Callable[[str], None],
+        log: Log | None = None,
     ):
         self._folder = folder
         self._num_servers = num_servers
@@ -63,7 +66,7 @@ class Coordinator:
         self._connect = connect
         self._clock = clock
         self._say = say
-        self._log = Log(folder / "coordinator.db")
+        self._log = log or Log.embedded(folder / "coordinator.db")
         self._changed = threading.Condition()  # guards what follows
         self._servers: dict[str, Registered] = {}
         self._drivers: dict[str, Driver] = {}
@@ -71,7 +74,7 @@ class Coordinator:
         self._failure: str | None = None
         self._must_fix = False
         self._watched = clock()
-        self.methods: dict[str, Callable[[Message], Message]] = {
+        methods: dict[str, Callable[[Message], Message]] = {
             "RegisterServer": self.register_server,
             "Beat": self.beat,
             "OpenJob": self.open_job,
@@ -85,6 +88,7 @@ class Coordinator:
             "Save": lambda m: self._ask("save_now", m),
             "Status": self.status,
         }
+        self.methods = {name: self._leading(call) for name, call in methods.items()}
 
     # Calls of servers.
 
@@ -106,7 +110,8 @@ class Coordinator:
             need = f"; waiting for {missing} more" if missing > 0 else ""
             self._say(f"server {name} is here{need}")
         self._take_up_jobs()
-        return {"lease_seconds": self._settings.lease_seconds}
+        lease = self._settings.lease_seconds
+        return {"lease_seconds": lease, "term": self._log.term}
 
     def beat(self, message: Message) -> Message:
         name = _text(message, "name")
@@ -162,6 +167,22 @@ class Coordinator:
             jobs = {name: driver.status for name, driver in self._drivers.items()}
             return {"jobs": jobs, "servers": sorted(self._servers)}
 
+    def _leading(
+        self, handler: Callable[[Message], Message]
+    ) -> Callable[[Message], Message]:
+        """Returns a handler that answers only while this coordinator leads."""
+
+        def handle(message: Message) -> Message:
+            try:
+                self._log.check()
+                answer = handler(message)
+                self._log.check()
+            except Deposed as error:
+                raise NotLeader(str(error)) from error
+            return answer
+
+        return handle
+
     # What the process around it does.
 
     @property
@@ -177,7 +198,11 @@ class Coordinator:
             return self._must_fix
 
     def watch(self) -> None:
-        """Notices servers that were not heard of; to be called every now and then."""
+        """Notices servers that were not heard of; to be called every now and then.
+
+        Raises Deposed if another coordinator may lead.
+        """
+        self._log.check()
         now, limit = self._clock(), self._settings.lease_seconds
         with self._changed:
             if now - self._watched > limit / 2:
@@ -260,12 +285,12 @@ class Coordinator:
         with self._changed:
             if self._missing() or not self._waiting:
                 return
-            for name in self._waiting:
-                history = make_history(self._log.read(name))
-                assert history.spec is not None, name
+            while self._waiting:
+                history = make_history(self._log.read(self._waiting[0]))
+                assert history.spec is not None, self._waiting[0]
                 spec = parse_spec(history.spec, history.spec["version"])
                 self._start(spec, self._group(spec))
-            self._waiting = []
+                del self._waiting[0]  # not before: a later one may fail, and try again
             self._changed.notify_all()
 
     def _open(self, spec: JobSpec) -> Driver:
@@ -275,7 +300,7 @@ class Coordinator:
         try:
             self._log.append(spec.job, "spec", body)
         except sqlite3.OperationalError as error:
-            reason = disk.describe(error, self._log.path, self._folder)
+            reason = disk.describe(error, self._log.name, self._folder)
             remedy = disk.remedy_of(error)
             reason = f"job {spec.job!r} cannot be opened: {reason}"
             if remedy is not None:
@@ -299,7 +324,8 @@ class Coordinator:
 
     def _group(self, spec: JobSpec) -> ServerGroup:
         servers = [registered.server for registered in self._servers.values()]
-        return ServerGroup(spec.job, spec.layout, servers)
+        log = self._log
+        return ServerGroup(spec.job, spec.layout, servers, log.term, log.check)
 
     def _on_failure(self, job: str, message: str, must_fix: bool) -> None:
         self._say(f"{job}: {message}")

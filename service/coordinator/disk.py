@@ -25,7 +25,7 @@ def remedy_of(error: BaseException) -> str | None:
     return next((remedy for said, remedy in _REMEDIES.items() if said in text), None)
 
 
-def describe(error: BaseException, log: Path, folder: Path) -> str:
+def describe(error: BaseException, log: str, folder: Path) -> str:
     """Returns one line that names the file, or the folder of the job."""
     if isinstance(error, sqlite3.Error):
         return f"{log}: {error}"

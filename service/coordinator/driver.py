@@ -14,13 +14,18 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..wire.errors import Refused, Unavailable
+from ..store.store import Deposed
+from ..wire.errors import OldTerm, Refused, Unavailable
 from . import disk, restoring
 from .job import Job
 from .servers import ServerLost
 
 # How often leases are looked at if nothing happens.
 POLL_SECONDS = 0.25
+# What can happen to a job; anything else is a bug, of which the log shows the place.
+EXPECTED = (
+    *(ValueError, OSError, ServerLost, Deposed, OldTerm, sqlite3.OperationalError),
+)
 _LOG = logging.getLogger(__name__)
 METHODS = (
     *("describe", "join", "contribute", "leave", "initialize", "report", "save_now"),
@@ -120,11 +125,10 @@ class Driver:
                 if len(pending) < len(taken):
                     return
         except Exception as error:
-            expected = ValueError | OSError | ServerLost | sqlite3.OperationalError
-            if not isinstance(error, expected):
+            if not isinstance(error, EXPECTED):
                 _LOG.exception("job %r has stopped", self.job.spec.job)
             remedy = disk.remedy_of(error)
-            files = self.job.around.log.path, self.job.files.folder
+            files = self.job.around.log.name, self.job.files.folder
             reason = disk.describe(error, *files)
             self.fail(reason, remedy or "")
             self.status = {**self.status, "state": "failed", "reason": reason}

@@ -47,9 +47,10 @@ class Job:
         self.servers = servers
         self.board = Board()
         self.around = around
-        self.files = RunFiles(around.folder)
+        self.files = RunFiles(around.folder, around.log.check)
         # Absolute, since servers elsewhere are told this path too.
-        self.checkpoints = Checkpoints(around.folder.absolute() / "service")
+        folder = around.folder.absolute() / "service"
+        self.checkpoints = Checkpoints(folder, around.log.check)
         self.num_bytes = 0  # moved by learners since this process started
         self.reset(make_history(around.log.read(spec.job)))
 

@@ -1,29 +1,50 @@
-"""The durable log of a coordinator: one SQLite file for all of its jobs.
+"""The durable log of a coordinator: entries of all of its jobs, in a store.
 
 An entry has a job, a kind, a JSON body and a number that only ever grows. `append`
 returns once the entry is on disk, so whoever acts on an entry may be killed at any time
 and finds it again. Entries are never changed: what a restart takes back is abandoned by
 a later entry (see history.py).
+
+Entries that are appended together are one value of the store, and only the coordinator
+that leads can write one: its transactions are conditional on its term.
+
+    entries/JOB/NUMBER   [[kind, body], ...]; the first has this number
+    jobs/NUMBER          the job whose first entry has this number
 """
 
 import dataclasses
-import fcntl
 import json
+import logging
 import sqlite3
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS entries (
-  seq INTEGER PRIMARY KEY AUTOINCREMENT,
-  job TEXT NOT NULL,
-  kind TEXT NOT NULL,
-  body TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS entries_of_job ON entries (job, seq);
-"""
+from ..store.election import LEASE_SECONDS, Leadership, try_to_lead
+from ..store.sqlite import SqliteStore
+from ..store.store import Put, Store, StoreUnavailable
+
+RETRY_SECONDS = 0.2  # between attempts, while a store does not answer
+Answer = TypeVar("Answer")
+_LOG = logging.getLogger(__name__)
+
+# Files that were written before there were other stores have a table of entries.
+OLD_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'entries'"
+UPGRADE = (
+    """
+    INSERT INTO items (key, value, created, modified)
+    SELECT 'entries/' || job || '/' || printf('%016d', seq),
+      '[["' || kind || '", ' || body || ']]', 1, 1 FROM entries
+    """,
+    """
+    INSERT INTO items (key, value, created, modified)
+    SELECT 'jobs/' || printf('%016d', MIN(seq)), job, 1, 1 FROM entries GROUP BY job
+    """,
+    "DROP TABLE entries",
+    "UPDATE newest SET revision = MAX(revision, 1)",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,31 +57,35 @@ class Entry:
 
 
 class Log:
-    """The log, locked: a second coordinator of the same file gets an error.
+    """The log of the coordinator that leads. Threads may share it.
 
-    Threads may share it; each call is one transaction.
+    Attributes:
+      name: of the store, for messages.
+      term: of this leader; higher than that of any before.
     """
 
-    def __init__(self, path: Path):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A file of its own: closing any descriptor of the database would release the
-        # locks that SQLite holds on it.
-        self._flock = open(self.path.with_name(f"{self.path.name}.lock"), "w")
-        try:
-            fcntl.flock(self._flock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._flock.close()
-            raise ValueError(
-                f"{self.path}: another coordinator is writing this log. End it first, "
-                "or choose another --folder."
-            ) from None
+    def __init__(self, store: Store, leadership: Leadership):
+        self._store, self._leadership = store, leadership
+        self.name, self.term = store.name, leadership.term
         self._lock = threading.Lock()
+        self._known = set(self.jobs())
+        self._next = 1 + max(map(self._last, self._known), default=0)
+
+    @classmethod
+    def embedded(cls, path: Path) -> Self:
+        """Opens the log in a file; an error if another coordinator has it open."""
+        store = SqliteStore(path, _upgrade)
         try:
-            self._connection = _connect(self.path)
+            leadership = try_to_lead(store, "", LEASE_SECONDS)
+            assert leadership is not None, "the lock was taken"
+            return cls(store, leadership)
         except BaseException:
-            self._flock.close()
+            store.close()
             raise
+
+    def check(self) -> None:
+        """Raises Deposed unless this coordinator surely leads at this moment."""
+        self._leadership.check()
 
     def append(self, job: str, kind: str, body: dict[str, Any]) -> int:
         """Appends one entry; returns its number once it is durable."""
@@ -69,48 +94,77 @@ class Log:
     def append_all(
         self, job: str, entries: Iterable[tuple[str, dict[str, Any]]]
     ) -> list[int]:
-        """Appends all of the entries or none, and waits for the disk once."""
-        rows = [
-            (job, kind, json.dumps(body, allow_nan=False)) for kind, body in entries
-        ]
-        insert = "INSERT INTO entries (job, kind, body) VALUES (?, ?, ?)"
-        numbers: list[int] = []
-        with self._lock, self._connection:
-            for row in rows:
-                number = self._connection.execute(insert, row).lastrowid
-                assert number is not None
-                numbers.append(number)
-        return numbers
+        """Appends all of the entries or none, and waits for the disk once.
+
+        Raises Deposed if another coordinator leads.
+        """
+        rows = [[kind, body] for kind, body in entries]
+        text = json.dumps(rows, allow_nan=False)
+        with self._lock:
+            first = self._next
+            puts = [Put(f"{_folder(job)}{first:016d}", text)]
+            if job not in self._known:
+                puts.append(Put(f"jobs/{first:016d}", job))
+            self._write(puts)
+            self._known.add(job)
+            self._next = first + len(rows)
+        return list(range(first, first + len(rows)))
 
     def read(self, job: str) -> list[Entry]:
         """Returns the entries of a job, oldest first."""
-        query = "SELECT seq, kind, body FROM entries WHERE job = ? ORDER BY seq"
-        with self._lock:
-            rows = self._connection.execute(query, (job,)).fetchall()
-        return [Entry(seq, kind, json.loads(body)) for seq, kind, body in rows]
+        found: list[Entry] = []
+        for item in self._patiently(lambda: self._store.range(_folder(job))).items:
+            first = _number(item.key)
+            rows = enumerate(json.loads(item.value), first)
+            found.extend(Entry(seq, kind, body) for seq, (kind, body) in rows)
+        return found
 
     def jobs(self) -> list[str]:
         """Returns the names of all jobs, in the order in which they were opened."""
-        query = "SELECT job FROM entries GROUP BY job ORDER BY MIN(seq)"
-        with self._lock:
-            return [name for (name,) in self._connection.execute(query)]
+        listing = self._patiently(lambda: self._store.range("jobs/"))
+        return [item.value for item in listing.items]
 
     def close(self) -> None:
-        with self._lock:
-            self._connection.close()
-        self._flock.close()  # releases the lock
+        """Lets another coordinator lead."""
+        self._leadership.resign()
+        self._store.close()
+
+    def _write(self, puts: list[Put]) -> None:
+        """Writes if this coordinator leads; the same again changes nothing."""
+        fence = [self._leadership.fence]
+        if self._patiently(lambda: self._store.transact(fence, puts)) is None:
+            self._leadership.depose()
+
+    def _patiently(self, call: Callable[[], Answer]) -> Answer:
+        """Tries again while the store does not answer, as long as this one leads."""
+        while True:
+            self.check()
+            try:
+                return call()
+            except StoreUnavailable as error:
+                _LOG.warning("%s; trying again", error)
+                time.sleep(RETRY_SECONDS)
+
+    def _last(self, job: str) -> int:
+        """Returns the number of the last entry of a job."""
+        folder = _folder(job)
+        found = self._patiently(
+            lambda: self._store.range(folder, limit=1, reverse=True)
+        )
+        (item,) = found.items
+        return _number(item.key) + len(json.loads(item.value)) - 1
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.executescript(SCHEMA)
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise ValueError(
-            f"{path}: cannot be used as the log of a coordinator ({error}). Restore "
-            "the file, or choose another --folder."
-        ) from error
-    return connection
+def _folder(job: str) -> str:
+    return f"entries/{job}/"
+
+
+def _number(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Takes over the entries of a file of an older version."""
+    if connection.execute(OLD_TABLE).fetchone() is not None:
+        for statement in UPGRADE:
+            connection.execute(statement)

@@ -16,7 +16,7 @@ half, is written again. JSON has no NaN and no infinity: they are the strings "N
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +70,26 @@ class RowFile:
 
 
 class RunFiles:
-    """The folder of one job."""
+    """The folder of one job.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+      check: called before files change; raises an error if they must not.
+    """
+
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None):
+        self.folder, self._check = folder, check
         self.metrics = RowFile(folder / "metrics.jsonl")
         self.commits = RowFile(folder / "commits.jsonl")
         self.eval = RowFile(folder / "eval.jsonl")
         self._abandoned = RowFile(folder / "abandoned.jsonl")
 
     def create(self, spec: Mapping[str, Any]) -> None:
+        self._check()
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_json(self.folder / "spec.json", spec)
 
     def write_commit(self, entry: Mapping[str, Any]) -> None:
+        self._check()
         self.commits.append(commit_row(entry))
         self.metrics.append(entry["metrics"])
 
@@ -94,6 +100,7 @@ class RunFiles:
         abandoned: Sequence[Mapping[str, Any]],
     ) -> None:
         """Makes the files agree with the log."""
+        self._check()
         entries = [commits[version] for version in sorted(commits)]
         self.commits.restore(map(commit_row, entries))
         self.metrics.restore(entry["metrics"] for entry in entries)
@@ -107,6 +114,7 @@ class RunFiles:
         """Args:
         stopped: why the job ended before its last round.
         """
+        self._check()
         final = {"version": version, "digests": digests}
         final |= {"stopped": stopped} if stopped else {}
         replace_json(self.folder / "final.json", final)

@@ -3,7 +3,7 @@
 import concurrent.futures
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..blocks import hashing
@@ -71,8 +71,19 @@ class RemoteServer:
 class ServerGroup:
     """The servers of one job, and which of them has which block."""
 
-    def __init__(self, job: str, layout: Layout, servers: Sequence[Server]):
-        self._job = job
+    def __init__(
+        self,
+        job: str,
+        layout: Layout,
+        servers: Sequence[Server],
+        term: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ):
+        """Args:
+        term: of this coordinator; servers refuse one that is lower than another's.
+        check: raises an error if this coordinator must not act any more.
+        """
+        self._job, self._term, self._check = job, term, check
         self._layout = layout
         self._owners = hashing.owners(layout, job, [s.name for s in servers])
         # A small model may leave a server without a block: it has no part in the job,
@@ -123,8 +134,10 @@ class ServerGroup:
     def _each(
         self, method: str, messages: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
+        self._check()
+        about = {"job": self._job, "term": self._term}
         futures = [
-            self._pool.submit(server.call, method, {"job": self._job, **message})
+            self._pool.submit(server.call, method, {**about, **message})
             for server, message in zip(self._servers, messages, strict=True)
         ]
         # All are awaited before the first error is raised: no call is left behind.

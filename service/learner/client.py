@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..wire.calls import Channel
+from ..wire.coordinators import Caller
 from ..wire.errors import Refused, Unavailable
 
 # How long the coordinator holds a `Next` that has nothing to say yet.
@@ -23,7 +23,7 @@ class Client:
       learner: its number, from 0.
     """
 
-    def __init__(self, channel: Channel, job: str, learner: int):
+    def __init__(self, channel: Caller, job: str, learner: int):
         self._channel, self.job, self.learner = channel, job, learner
         self.incarnation = 0
         self._closed = threading.Event()

@@ -13,14 +13,17 @@ from typing import Any
 
 from ..blocks.box import Box
 from ..wire import tensors
-from ..wire.calls import Channel, Download, Message, Server, Upload
+from ..wire.calls import Download, Message, Server, Upload
+from ..wire.coordinators import reach
 from ..wire.credentials import Tls
-from ..wire.errors import Refused, Unavailable
+from ..wire.errors import OldTerm, Refused, Unavailable
+from .fence import Fence
 from .receiving import Receiving
 from .store import BlockStore
 from .update import MakeUpdate, no_optimizers
 
 BEAT_SECONDS = 2.0
+RETRY_SECONDS = 0.5  # while no coordinator answers
 # With the last server the coordinator takes up its jobs, which loads checkpoints.
 REGISTER_SECONDS = 300.0
 # What a store is made of; the rest of a job's spec is for others.
@@ -34,6 +37,7 @@ class BlockServer:
     Attributes:
       methods: name -> function of a message that returns the answer.
       streams: the same for Push and Pull, which move tensors.
+      fence: refuses the orders of a coordinator that was deposed.
     """
 
     def __init__(self, make_update: MakeUpdate = no_optimizers):
@@ -43,7 +47,8 @@ class BlockServer:
         self._make_update = make_update
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[Mapping[str, Any], BlockStore]] = {}
-        self.methods: dict[str, Callable[[Message], Message]] = {
+        self.fence = Fence()
+        orders: dict[str, Callable[[Message], Message]] = {
             "Create": self.create,
             "Merge": self.merge,
             "Apply": self.apply,
@@ -52,8 +57,11 @@ class BlockServer:
             "Load": self.load,
             "Drop": self.drop,
             "Forget": self.forget,
-            "Status": self.status,
         }
+        self.methods = {
+            name: self.fence.guarded(order) for name, order in orders.items()
+        }
+        self.methods["Status"] = self.status
         self.streams = {"Push": Upload(self.push), "Pull": Download(self.pull)}
 
     def create(self, message: Message) -> Message:
@@ -151,7 +159,10 @@ class BlockServer:
         return {}
 
     def status(self, message: Message) -> Message:
-        """Returns the state of a job, or of all if none is named."""
+        """Returns the state of a job, or of all if none is named; anybody may ask."""
+        if "term" in message:  # a coordinator, which acts on the answer
+            with self.fence.entered(message):
+                return self._store(message["job"]).status()
         if "job" in message:
             return self._store(message["job"]).status()
         with self._lock:
@@ -204,7 +215,7 @@ class ServerProcess:
         name: by which blocks are dealt to servers; its address by default. A server
           that keeps its name across restarts keeps its blocks.
         host: under which others reach this machine; that of `bind` by default.
-        coordinator: address to register at.
+        coordinator: address to register at; those of several with commas between.
         """
         self.blocks = BlockServer(make_update)
         self._server = Server(
@@ -215,7 +226,7 @@ class ServerProcess:
         self._is_closing = threading.Event()
         self._thread = None
         if coordinator is not None:
-            self._channel = Channel(coordinator, token, tls)
+            self._channel = reach(coordinator, token, tls)
             try:
                 self._register()
             except BaseException:
@@ -236,11 +247,15 @@ class ServerProcess:
     def _register(self) -> None:
         version = metadata.version("meshloom")
         message = {"name": self.name, "address": self.address, "version": version}
-        self._channel.call("RegisterServer", message, REGISTER_SECONDS)
+        answer = self._channel.call("RegisterServer", message, REGISTER_SECONDS)
+        try:
+            self.blocks.fence.admit(answer.get("term", 0))
+        except OldTerm as error:
+            raise Refused(str(error)) from error
 
     def _beat(self) -> None:
         is_reached = True
-        while not self._is_closing.wait(BEAT_SECONDS):
+        while not self._is_closing.wait(BEAT_SECONDS if is_reached else RETRY_SECONDS):
             try:
                 self._beat_once()
             except Unavailable as error:

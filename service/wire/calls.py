@@ -18,12 +18,13 @@ import numpy as np
 from ..blocks.box import Box
 from . import credentials, tensors
 from .credentials import Tls
-from .errors import Refused, Unavailable
+from .errors import NotLeader, OldTerm, Refused, Unavailable
 
 Message = dict[str, Any]
 Handler = Callable[[Message], Message]
 
 SERVICE = "meshloom"
+LEADER_KEY = "leader"  # in the metadata of an answer: who leads instead
 # Chunks of tensors have 512 KiB. The spec of a job has some 50 bytes for each block.
 MAX_MESSAGE = 64 << 20
 # Connections that are silent are asked for a sign of life, so that a partition is
@@ -232,8 +233,10 @@ class Channel:
             yield
         except grpc.RpcError as error:
             assert isinstance(error, grpc.Call)
-            details = error.details() or ""
-            raise _error_of(error.code(), details, self.address, name) from error
+            details, code = error.details() or "", error.code()
+            if code == grpc.StatusCode.FAILED_PRECONDITION:
+                raise NotLeader(details, _leader_in(error)) from error
+            raise _error_of(code, details, self.address, name) from error
 
 
 def _error_of(
@@ -242,6 +245,8 @@ def _error_of(
     """Returns the exception for the status of a call."""
     if code == grpc.StatusCode.INVALID_ARGUMENT:
         return Refused(details)
+    if code == grpc.StatusCode.ABORTED:
+        return OldTerm(f"{address}: {details}")
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return Refused(
             f"{address} refused {name}: {details}; give the token that its processes "
@@ -257,6 +262,12 @@ def _error_of(
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"{address}: no answer to {name} in time")
     return Unavailable(f"{address}: no answer to {name} ({details})")
+
+
+def _leader_in(call: grpc.Call) -> str | None:
+    """Returns the address of the leader that an answer names."""
+    found = [str(v) for k, v in call.trailing_metadata() or () if k == LEADER_KEY]
+    return found[0] if found else None
 
 
 def _guarded(messages: Iterator[bytes], failed: list[BaseException]) -> Iterator[bytes]:
@@ -313,6 +324,12 @@ def _answering(
         # The stream of requests ended with the call: nobody is left to answer.
         _LOG.info("%s: the caller %s went away", name, context.peer())
         status = grpc.StatusCode.CANCELLED, "the caller went away"
+    except NotLeader as error:
+        if error.leader is not None:
+            context.set_trailing_metadata(((LEADER_KEY, error.leader),))
+        status = grpc.StatusCode.FAILED_PRECONDITION, _one_line(error)
+    except OldTerm as error:
+        status = grpc.StatusCode.ABORTED, _one_line(error)
     except ConnectionError as error:
         status = grpc.StatusCode.UNAVAILABLE, _one_line(error)
     except ValueError as error:

@@ -7,3 +7,19 @@ class Refused(ValueError):
 
 class Unavailable(ConnectionError):
     """The other side gave no answer: not reached, lost, or too slow."""
+
+
+class NotLeader(Unavailable):
+    """The coordinator that was asked does not lead, but stands by or was deposed.
+
+    Attributes:
+      leader: the address of the one that leads, if it is known.
+    """
+
+    def __init__(self, message: str, leader: str | None = None):
+        super().__init__(message)
+        self.leader = leader
+
+
+class OldTerm(Exception):
+    """A server obeys a coordinator with a higher term: this one must stop."""

@@ -51,7 +51,8 @@ FLAGS = {
     "rounds compare": CLUSTER | {"--modes", "--config", "--set", "--steps"},
     "rounds replay": {"RUN", "--cpu-devices"},
     "serve": {"--bind", "--folder", "--role", "--coordinator", "--servers", "--once"}
-    | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"},
+    | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"}
+    | {"--store"},
     "launch local": SUPERVISED | FLEET | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
     | FLEET

@@ -143,10 +143,10 @@ class FatalLog(Log):
 
     fate: Fate
 
-    def __init__(self, path):
-        super().__init__(path)
+    def __init__(self, store, leadership):
+        super().__init__(store, leadership)
         # No power is lost here, and waiting for the disk is most of the time.
-        self._connection.execute("PRAGMA synchronous = OFF")
+        store._connection.execute("PRAGMA synchronous = OFF")
 
     def append_all(self, job, entries):
         entries = list(entries)
@@ -195,7 +195,7 @@ class House:
     def start(self) -> Job:
         """Starts the coordinator, anew if it was killed."""
         self.stop()
-        self.log = FatalLog(self.folder / "coordinator.db")
+        self.log = FatalLog.embedded(self.folder / "coordinator.db")
         self.log.fate = self.fate
         group = ServerGroup(self.spec.job, self.spec.layout, self.servers)
         if not self.log.read(self.spec.job):

@@ -26,9 +26,10 @@ TRAINER_ROOMS = (
 SERVICE_ROOMS = {
     "rounds": set(),
     "blocks": set(),
+    "store": set(),
     "wire": {"blocks"},
     "server": {"blocks", "wire"},
-    "coordinator": {"rounds", "blocks", "wire"},
+    "coordinator": {"rounds", "blocks", "wire", "store"},
     "learner": {"rounds", "blocks", "wire"},
 }
 # Packages inside a package.

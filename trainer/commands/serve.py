@@ -50,13 +50,21 @@ def add(commands) -> None:
         "--role", choices=ROLES, default="both", help="default: %(default)s"
     )
     parser.add_argument(
-        "--coordinator", metavar="ADDRESS", help="of the coordinator; for --role server"
+        "--coordinator",
+        metavar="ADDRESS",
+        help="of the coordinator, or of several with commas; for --role server",
     )
     parser.add_argument(
         "--servers",
         type=int,
         metavar="N",
         help="open jobs once N servers have registered; default: 1",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="etcd://HOST:PORT[,...]/PREFIX: keep the log there, so that several "
+        "coordinators can stand by for each other; default: DIR/coordinator.db",
     )
     parser.add_argument(
         "--save-every",
@@ -83,10 +91,13 @@ def run(args: argparse.Namespace) -> int:
     token, tls = _token(args.token_file), _tls(args)
     args.folder.mkdir(parents=True, exist_ok=True)
     address_file = args.folder / "address"
-    address_file.unlink(missing_ok=True)  # of a process that was killed
+    if args.store is None:  # otherwise it may be that of another coordinator
+        address_file.unlink(missing_ok=True)  # of a process that was killed
     with StopSignals(REPEAT_SECONDS) as signals:
         if args.role == "server":
             return _serve_blocks(args, address_file, signals, token, tls)
+        if args.store is not None:
+            return _stand_by(args, address_file, signals, token, tls)
         return _coordinate(args, address_file, signals, token, tls)
 
 
@@ -104,6 +115,11 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.role == "server" and (args.once or args.servers is not None):
         raise ValueError("--once and --servers are for the coordinator, not a server")
+    if args.store is not None and args.role != "coordinator":
+        raise ValueError(
+            f"--store with --role {args.role}: coordinators that stand by for each "
+            "other hold no blocks; use --role coordinator, and servers of their own"
+        )
     for flag, value in (("--servers", args.servers), ("--save-every", args.save_every)):
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be >= 1, got {value}")
@@ -133,16 +149,14 @@ def _tls(args: argparse.Namespace) -> Any:
     return Tls(**files)
 
 
-def _coordinate(
-    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
-) -> int:
+def _make_coordinator(args: argparse.Namespace, token, tls, log=None) -> "Coordinator":
     from ...service.coordinator.coordinator import Coordinator
     from ...service.coordinator.servers import RemoteServer
     from ...service.coordinator.settings import Settings
-    from ...service.wire.calls import Channel, Server
+    from ...service.wire.calls import Channel
 
     offset = time.time() - time.monotonic()  # a change of the clock ends no lease
-    coordinator = Coordinator(
+    return Coordinator(
         args.folder,
         num_servers=args.servers or 1,
         version=metadata.version("meshloom"),
@@ -150,7 +164,16 @@ def _coordinate(
         connect=lambda n, a: RemoteServer(n, a, Channel(a, token, tls)),
         clock=lambda: time.monotonic() + offset,
         say=_say,
+        log=log,
     )
+
+
+def _coordinate(
+    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
+) -> int:
+    from ...service.wire.calls import Server
+
+    coordinator = _make_coordinator(args, token, tls)
     calls = blocks = None
     try:
         calls = Server(args.bind, coordinator.methods, {}, token, tls)
@@ -167,6 +190,45 @@ def _coordinate(
         for part in (calls, blocks):
             if part is not None:
                 part.close()
+
+
+def _stand_by(
+    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
+) -> int:
+    """Coordinates once this process is elected, until it leads no longer."""
+    from ...service.coordinator.front import Front, stand_by
+    from ...service.coordinator.log import Log
+    from ...service.store import etcd_url
+    from ...service.store.etcd import EtcdStore
+    from ...service.store.store import Deposed
+    from ...service.wire.calls import Server
+
+    url, front = etcd_url.parse(args.store), Front()
+    store = EtcdStore(url)
+    calls = Server(args.bind, front.methods, {}, token, tls)
+    address = f"{args.bind.rpartition(':')[0]}:{calls.port}"
+    try:
+        leadership = stand_by(
+            *(store, address, url.lease_seconds, front),
+            is_told=lambda: bool(signals.told),
+            say=_say,
+        )
+        if leadership is None:
+            return PREEMPTED
+        log = Log(store, leadership)
+        front.coordinator = _make_coordinator(args, token, tls, log)
+        replace_text(address_file, address + "\n")
+        _say(f"coordinator at {address} leads, term {log.term}, folder {args.folder}")
+        return _watch(front.coordinator, signals, args.once)
+    except Deposed as error:
+        raise Unreachable(str(error)) from error
+    finally:
+        if front.coordinator is not None:
+            if address_file.exists() and address_file.read_text().strip() == address:
+                address_file.unlink()  # unless it is that of the next leader
+            front.coordinator.close()
+        store.close()
+        calls.close()
 
 
 def _watch(coordinator: "Coordinator", signals: StopSignals, once: bool) -> int:
@@ -191,7 +253,7 @@ def _watch(coordinator: "Coordinator", signals: StopSignals, once: bool) -> int:
 def _serve_blocks(
     args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
 ) -> int:
-    from ...service.wire.calls import Channel
+    from ...service.wire.coordinators import reach
     from ...service.wire.errors import Unavailable
 
     server = _make_server(args.bind, args.coordinator, token, tls, signals)
@@ -201,7 +263,7 @@ def _serve_blocks(
         while not signals.told:
             time.sleep(WATCH_SECONDS)
         # The coordinator may have been told too, and needs the servers to save.
-        channel = Channel(args.coordinator, token, tls)
+        channel = reach(args.coordinator, token, tls)
         deadline = time.monotonic() + LINGER_SECONDS
         try:
             while time.monotonic() < deadline and len(signals.told) == 1:

@@ -36,7 +36,7 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--exchange",
-        metavar="HOST:PORT[/JOB]",
+        metavar="HOST:PORT[,HOST:PORT...][/JOB]",
         help="train as a learner of the service there; see docs/service.md",
     )
     parser.add_argument(

@@ -34,7 +34,8 @@ class Config:
     """Exchanges parameters with other learners through the service (docs/service.md).
 
     Attributes:
-      address: host:port of the coordinator; None trains alone.
+      address: host:port of the coordinator; of several that stand by for each other,
+        with commas between them. None trains alone.
       job: the name of the training at the service.
       mode: how learners wait for each other, see docs/rounds.md.
       learners: how many there are; each takes an equal share of every batch.

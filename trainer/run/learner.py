@@ -12,6 +12,7 @@ import numpy as np
 from ...service.learner.client import Client
 from ...service.learner.exchange import Exchange
 from ...service.wire.calls import Channel
+from ...service.wire.coordinators import reach
 from ..job.group import Group
 from ..program import contract
 from ..program.state import State
@@ -93,8 +94,10 @@ class Learner:
         self._group = group.named(f"{group.name}-exchange")
         address = self._config.address
         assert address is not None
-        connect = functools.partial(Channel, **credentials(self._config))
-        client = Client(connect(address), self._config.job, self._config.learner)
+        secrets = credentials(self._config)
+        connect = functools.partial(Channel, **secrets)
+        center = reach(address, **secrets)
+        client = Client(center, self._config.job, self._config.learner)
         self._exchange = Exchange(
             client,
             self._group,

@@ -1,0 +1,1 @@
+"""Where a coordinator keeps what must not be lost, and how one of several leads."""
