@@ -64,6 +64,15 @@ def apply_message(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in names}
 
 
+def facts_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what learners are told about the commit of a version."""
+    return {
+        **{"version": entry["version"], "scale": entry["scale"]},
+        "norm": number(entry["norm"]),
+        "skipped": entry["metrics"]["skipped"],
+    }
+
+
 def make_entry(
     commit: Commit,
     parts: Sequence[Contribution],

@@ -33,7 +33,7 @@ from .history import History, make_history
 from .log import Entry
 from .members import Members
 from .requests import Body, Samples
-from .run_files import RunFiles, number
+from .run_files import RunFiles
 from .servers import ServerGroup
 from .settings import Surroundings
 from .spec import JobSpec
@@ -304,11 +304,7 @@ class Job:
         for key in entry["drop"]:
             self._received.pop(tuple(key), None)
         self.cut = self._event
-        self._commit_facts = {
-            **{"version": entry["version"], "scale": entry["scale"]},
-            "norm": number(entry["norm"]),
-            "skipped": entry["metrics"]["skipped"],
-        }
+        self._commit_facts = commits.facts_of(entry)
 
     def _decide(
         self, commit: Commit, parts: list[Contribution], later: set[Key]
