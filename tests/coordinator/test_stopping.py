@@ -135,6 +135,30 @@ def test_a_repeated_report_counts_once_and_files_follow_the_log(make_house):
     assert house.job.stopped is not None and house.job.is_finished
 
 
+def test_evaluations_of_versions_that_were_taken_back_do_not_count(make_house):
+    house = make_house(stop=STOP, num_rounds=9, save_every=2)
+    learners = [Learner(house, index) for index in range(2)]
+    house.start()
+    house.initialize()
+    for _ in range(4):  # the first one only joins
+        for learner in learners:
+            learner.play()
+    row = {"step": 3, "local_step": 3, "loss": 5.0}
+    house.ask("report", row=row)
+    assert [row["step"] for row in rows(house, "eval.jsonl")] == [1, 2, 3]
+    for server in house.servers:
+        server.lose()
+    house.start()
+    assert any("continues from version 2" in line for line in house.said)
+    assert [row["step"] for row in rows(house, "eval.jsonl")] == [1, 2]
+    # Version 3 is another one now, so it is evaluated again.
+    house.ask("report", row={**row, "loss": 1.0})
+    house.ask("report", row={**row, "local_step": 4, "loss": 1.0})
+    assert house.job.stopped is None
+    house.ask("report", row={**row, "local_step": 5, "loss": 1.0})
+    assert "below 1.0000" in house.job.stopped
+
+
 def test_without_a_rule_evaluations_end_nothing(make_house):
     house = make_house(num_rounds=9)
     house.start()

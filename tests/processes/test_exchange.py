@@ -1,11 +1,12 @@
 """Learners on different meshes, across processes, against the ordinary trainer."""
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def run(*argv: str, folder: Path, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-@contextmanager
+@contextlib.contextmanager
 def fleet(folder: Path, flags: list[str], train: list[str]) -> Iterator:
     """A fleet on this machine that writes to `run`; ends with everything it started."""
     output = folder / "output"
@@ -64,6 +65,15 @@ def finish(process: subprocess.Popen, folder: Path) -> None:
     assert pids and all(ends(pid) for pid in pids)
 
 
+def num_busy_servers(folder: Path) -> int:
+    """Returns how many servers had blocks of the job; a small model may idle some."""
+    (file,) = folder.glob("run/**/coordinator.db")
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        query = "SELECT body FROM entries WHERE kind = 'spec'"
+        (body,) = connection.execute(query).fetchone()
+    return len(json.loads(body)["servers"])
+
+
 def losses(folder: Path) -> np.ndarray:
     return np.array([row["loss"] for row in metrics.read(folder / "metrics.jsonl")])
 
@@ -78,10 +88,12 @@ def test_sync_is_data_parallel(tmp_path):
     flags += ["--cpu-devices", "1"]
     flags += ["--each", "0 --mesh fsdp=2", "--each", "1 --mesh tensor=2"]
     train = ["--config", "drill", "--steps", "20"]
+    train += ["--set", "exchange.block_bytes=8192"]
     with fleet(tmp_path, flags, train) as process:
         finish(process, tmp_path)
     ordinary = [*train, "--cpu-devices", "2", "--mesh", "data=2"]
     run("train", *ordinary, "--workdir", "ordinary", folder=tmp_path)
+    assert num_busy_servers(tmp_path) == 2  # so clipping needs the norm over both
     found, expected = losses(tmp_path / "run"), losses(tmp_path / "ordinary")
     assert len(found) == 20
     np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -97,6 +109,7 @@ def test_an_asynchronous_run_with_a_death_and_a_late_learner_replays(tmp_path):
     flags += ["--each", "0 --mesh fsdp=2", "--each", "1 --mesh tensor=2"]
     train = ["--config", "drill", "--steps", "200", "--mesh", "data=2"]
     train += ["--set", "batch_size=12", "--set", 'exchange.mode="async"']
+    train += ["--set", "exchange.block_bytes=8192"]
     commits = tmp_path / "run" / "commits.jsonl"
 
     def num_commits() -> int:
@@ -140,3 +153,38 @@ def test_fragments_that_arrive_late_are_replayed(tmp_path):
     assert "are bit-equal" in replay(tmp_path)
     own = Ledger(tmp_path / "run" / "learners" / "0", is_writer=False).read()
     assert sum(row["event"] == "round" for row in own) == 12
+
+
+def test_learners_stop_together_when_the_loss_no_longer_falls(tmp_path):
+    """The example of docs/digits.md in short."""
+    num_learners, num_steps = 4, 1000  # the steps of the config
+    flags = ["--learners", str(num_learners), "--servers", "2", "--cpu-devices", "1"]
+    train = ["--config", "digits", "--set", "schedule.value=5e-3"]
+    train += ["--set", "stop_patience=2", "--set", "stop_min_change=0.02"]
+    with fleet(tmp_path, flags, train) as process:
+        finish(process, tmp_path)
+    folder = tmp_path / "run"
+    final = json.loads((folder / "final.json").read_text())
+    commits = metrics.read(folder / "commits.jsonl")
+    assert num_busy_servers(tmp_path) == 2
+    assert final["version"] == len(commits) < num_steps // 10
+    assert "in 2 evaluations the held-out loss did not fall by" in final["stopped"]
+    assert all(len(row["contributions"]) == num_learners for row in commits)
+    evals = metrics.read(folder / "eval.jsonl")
+    # Every second round, and at the end the final parameters once more.
+    versions = [row["step"] for row in evals]
+    assert versions[:-1] == list(range(2, final["version"] + 1, 2))
+    assert versions[-1] == final["version"]
+    assert evals[-1]["accuracy"] > 0.9
+    for learner in range(num_learners):
+        own = folder / "learners" / str(learner)
+        rows = Ledger(own, is_writer=False).read()
+        (stopped,) = [row for row in rows if row["event"] == "stopped"]
+        assert stopped["reason"] == final["stopped"]
+        tested = metrics.read(own / "test.jsonl")
+        assert len(tested) == 1 and tested[0]["accuracy"] == pytest.approx(
+            metrics.read(folder / "learners" / "0" / "test.jsonl")[0]["accuracy"]
+        )
+    audit = run("ledger", "audit", "run/learners/1", folder=tmp_path)
+    assert "exactly one update" in audit
+    assert "are bit-equal" in replay(tmp_path)

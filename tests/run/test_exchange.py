@@ -48,6 +48,7 @@ def test_shares_of_a_batch_are_its_rows_in_order():
         ({"quorum": 3, "mode": "backup-workers"}, "quorum=3 is larger"),
         ({"paths": ("blocks/*",)}, "would never be trained"),
         ({"outer_momentum": 0.9}, "has no outer optimizer"),
+        ({"block_bytes": 0}, "block_bytes must be >= 1, got 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
@@ -79,6 +80,20 @@ def test_where_servers_run_the_optimizer_a_learner_has_no_state_of_it():
     assert not jax.tree.leaves(sends_gradients.layout.abstract.opt_state)
     assert jax.tree.leaves(has_own.layout.abstract.opt_state)
     assert sends_gradients.batch_size == config.batch_size // 2
+
+
+def test_smaller_blocks_spread_a_small_model():
+    config = tiny_config()
+    prepared = prepare(learner(config), jax.devices()[:1])
+    shapes, axes = prepared.layout.abstract.params, prepared.layout.axes.params
+    one, many = (
+        exchange.block_layout(
+            learner(config, **more).exchange, config.optimizer, shapes, axes
+        )
+        for more in ({}, {"block_bytes": 2048})
+    )
+    assert len(one.blocks) == 1 and len(many.blocks) > 8
+    assert max(many.block_bytes(block.index) for block in many.blocks) <= 2048
 
 
 def test_an_optimizer_that_servers_do_not_know_is_refused_by_name():

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from ...service.blocks.layout import Layout, Leaf, make_layout
+from ...service.blocks.layout import BLOCK_BYTES, Layout, Leaf, make_layout
 from ...service.rounds.policy import PRESETS, Outer, Policy, make_policy
 from ...sharding.logical_axes import path_name
 from ..data.batches import Share
@@ -49,6 +49,8 @@ class Config:
         of the parameters; None keeps the mode's value.
       paths: patterns of the parameters that are exchanged, such as "blocks/*"; the
         others stay with each learner.
+      block_bytes: the size of the blocks that servers hold; a model that is smaller
+        than a few blocks leaves servers idle.
       token_file: a file with the secret that the service expects.
       tls_ca_file, tls_cert_file, tls_key_file: files for mutual TLS.
     """
@@ -73,6 +75,7 @@ class Config:
     outer_learning_rate: float | None = None
     outer_momentum: float | None = None
     paths: tuple[str, ...] = ("*",)
+    block_bytes: int = BLOCK_BYTES
     token_file: str | None = None
     tls_ca_file: str | None = None
     tls_cert_file: str | None = None
@@ -81,6 +84,8 @@ class Config:
     def __post_init__(self):
         if self.learners < 1:
             raise ValueError(f"learners must be >= 1, got {self.learners}")
+        if self.block_bytes < 1:
+            raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
         if self.mode not in PRESETS:
             raise ValueError(
                 f"mode {self.mode!r} is not a mode; expected one of "
@@ -169,7 +174,12 @@ def block_layout(config: Config, optimizer: Any, params: Any, axes: Any) -> Layo
                 '"element", "matrix" or "leaf"; or choose a mode with local steps, '
                 "such as diloco."
             )
-    return make_layout(leaves, granularity=granularity, fragments=policy.fragments)
+    return make_layout(
+        leaves,
+        granularity=granularity,
+        block_bytes=config.block_bytes,
+        fragments=policy.fragments,
+    )
 
 
 def exchanged(config: Config, params: Any, axes: Any) -> list[tuple[int, Leaf]]:
