@@ -88,16 +88,17 @@ class Result:
 class Task:
     """What all modes have in common: the model, its Program and the data."""
 
-    def __init__(self, config: Any, num_learners: int):
+    def __init__(self, config: Any, num_learners: int, eval_rows: int = EVAL_ROWS):
         """Args:
         config: of a run; `batch_size` is that of one step over all learners.
+        eval_rows: held-out examples that a loss is the mean of, at most.
         """
         self.config, self.num_learners = config, num_learners
         self.rows = Share(0, num_learners).size(config.batch_size)
         data = with_weights(config, config.data.open("train"))
         held_out = with_weights(config, config.data.open("eval"))
         self._batches = Batches(data, Order(len(data), config.seed), self.rows)
-        num_eval = min(len(held_out), EVAL_ROWS) // self.rows
+        num_eval = min(len(held_out), eval_rows) // self.rows
         if not num_eval:
             raise ValueError(
                 f"the held-out split has {len(held_out)} examples, fewer than the "

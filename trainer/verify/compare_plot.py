@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from html import escape
+from typing import Protocol
 
 from ...sharding.text import align, human_bytes, seconds_text
 from .compare import Point, Result
@@ -15,6 +16,16 @@ PAPER, RULE, INK, SOFT = "#fbfaf7", "#dedad0", "#1f2328", "#69707a"
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif"
 # Pixels.
 MARGIN, LEFT, PANEL, HEIGHT, TOP, BETWEEN = 24, 40, 420, 260, 74, 60
+
+
+class Curve(Protocol):
+    """What is plotted of one mode."""
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def points(self) -> Sequence[Point]: ...
 
 
 def table(results: Sequence[Result]) -> str:
@@ -39,8 +50,12 @@ def table(results: Sequence[Result]) -> str:
     return align(rows, right=range(1, len(rows[0])))
 
 
-def svg(results: Sequence[Result]) -> str:
-    """Returns the held-out loss over samples and over simulated time."""
+def svg(results: Sequence[Curve], clock: str = "simulated seconds") -> str:
+    """Returns the held-out loss over samples and over time.
+
+    Args:
+      clock: what the seconds of a point are.
+    """
     width = 2 * (MARGIN + LEFT + PANEL) + BETWEEN - LEFT
     height = TOP + HEIGHT + 50 + 20 * math.ceil(len(results) / 4) + MARGIN
     title = "Held-out loss of the shared parameters"
@@ -56,7 +71,7 @@ def svg(results: Sequence[Result]) -> str:
         _panel(
             results,
             MARGIN + LEFT + PANEL + BETWEEN,
-            "simulated seconds",
+            clock,
             lambda point: point.seconds,
         ),
     ]
@@ -70,7 +85,7 @@ def svg(results: Sequence[Result]) -> str:
 
 
 def _panel(
-    results: Sequence[Result], left: int, name: str, value: Callable[[Point], float]
+    results: Sequence[Curve], left: int, name: str, value: Callable[[Point], float]
 ) -> str:
     """Returns one plot, of the loss over something that a point has."""
     points = [p for r in results for p in r.points if math.isfinite(p.loss)]
