@@ -21,7 +21,7 @@ from pathlib import Path
 from . import exit_codes
 from .exit_codes import BAD_INPUT, DONE, GAVE_UP, PREEMPTED, UNREACHABLE, Ending
 from .fleet_parts import Commands, FleetLogs, Learner, Part
-from .fleet_status import count, describe, last_commit
+from .fleet_status import count, describe, last_commit, last_rows
 from .logs import say
 from .restarts import Decision, Restarts
 from .stop_signals import StopSignals
@@ -149,7 +149,8 @@ class Fleet:
             self._say_status()
 
     def _say_status(self) -> None:
-        text = describe(self._learners, self._service, self._commit)
+        rows = last_rows(self._run)
+        text = describe(self._learners, self._service, rows)
         if text != self._status:
             self._status = text
             self._logs.event("status", text=text)

@@ -1,6 +1,7 @@
 """The parts of a fleet: commands that are started, watched and started again."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from .masking import masked_command
 from .restarts import Restarts
 from .target import Command
 from .workers import Heir, Worker
+
+COORDINATOR = "coordinator"  # its name
+STATUS = re.compile(rb"meshloom serve: .* rounds/s, learners \d+/\d+ ")
 
 
 class Part:
@@ -175,6 +179,9 @@ class FleetLogs(Logs):
 
     def _new_lines(self, name: str) -> bytes:
         lines = super()._new_lines(name)
+        if name == COORDINATOR:  # its status is in ours
+            kept = (x for x in lines.splitlines(True) if not STATUS.search(x))
+            return b"".join(kept)
         if self._is_single and name.startswith("learner "):
             mark = f"{name} | ".encode()
             lines = lines.replace(mark + b"0 | ", mark)

@@ -53,8 +53,10 @@ class Outcome:
     Attributes:
       fetched: the version of the turn, of the fragment that was exchanged; of all
         parameters if the turn is elsewhere.
-      pushed, pulled: bytes of this process and of all of them.
+      pushed, pulled: bytes of all processes: of this contribution, and what they have
+        pulled since the one before. Only the first process knows them.
       seconds: from the end of the local steps to having fetched.
+      waited: the part of it in which the learner could do nothing else.
     """
 
     turn: Turn
@@ -63,6 +65,7 @@ class Outcome:
     pushed: int
     pulled: int
     seconds: float
+    waited: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -70,6 +73,7 @@ class Outcome:
             "pushed_bytes": self.pushed,
             "pulled_bytes": self.pulled,
             "exchange_s": round(self.seconds, 4),
+            "exchange_wait_s": round(self.waited, 4),
         }
 
 
@@ -105,7 +109,7 @@ class Exchange:
         self._connect, self._seed, self._on_wait = connect, seed, on_wait
         self._mover: Mover | None = None
         self._merging = Merging(parameters, layout, self._read, policy.mix)
-        self._incarnation = 0
+        self._incarnation, self._pulled = 0, 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "exchange")
         self._pending: concurrent.futures.Future[Outcome] | None = None
         self._is_leaving = threading.Event()
@@ -162,7 +166,7 @@ class Exchange:
 
     def start(self, state: Any) -> Any:
         """Returns the state with all parameters of the version of this turn."""
-        fetched, _ = self._merging.fetch(self.turn.version, None)
+        fetched, self._pulled = self._merging.fetch(self.turn.version, None)
         return self._merging.replace(state, fetched)
 
     def send_gradients(self, grads: Any, sums: Mapping[str, float], facts: Any) -> None:
@@ -181,7 +185,9 @@ class Exchange:
     def finish(self) -> Outcome:
         """Waits until the round that was sent is over; returns how."""
         assert self._pending is not None
+        began = time.monotonic()
         outcome = self._awaited(self._pending)
+        outcome = dataclasses.replace(outcome, waited=time.monotonic() - began)
         self._pending, self.turn = None, outcome.turn
         return outcome
 
@@ -209,23 +215,25 @@ class Exchange:
             "sums": dict(sums),
             **facts,
         }
-        total = 0
+        pushed = pulled = 0
 
         def push() -> dict[str, Any]:
-            return {"bytes": self._push(host, before.round, fragment)}
+            sent = self._push(host, before.round, fragment)
+            return {"bytes": sent, "pulled": self._pulled}
 
         def contribute(reports: list[dict[str, Any]]) -> dict[str, Any]:
-            nonlocal total
-            total = sum(report["bytes"] for report in reports)
-            return self._client.contribute({**contribution, "bytes": total})
+            nonlocal pushed, pulled
+            pushed = sum(report["bytes"] for report in reports)
+            pulled = sum(report["pulled"] for report in reports)
+            return self._client.contribute({**contribution, "bytes": pushed})
 
         in_all(self._group, "contribution", push, contribute)
         turn = self._wait_for_turn(before.round)
         if not turn.is_done and turn.round != before.round + 1:
             fragment = None  # it continues elsewhere, from a whole version
-        fetched, pulled = self._merging.fetch(turn.version, fragment)
+        fetched, self._pulled = self._merging.fetch(turn.version, fragment)
         seconds = time.monotonic() - began
-        return Outcome(turn, fetched, fragment, total, pulled, seconds)
+        return Outcome(turn, fetched, fragment, pushed, pulled, seconds)
 
     def _wait_for_turn(self, after: int) -> Turn:
         while True:

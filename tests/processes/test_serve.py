@@ -9,11 +9,21 @@ import subprocess
 
 import numpy as np
 import pytest
+from authorities import Authority
 from disks import small_disk
-from services import LIMIT, NUM_ROUNDS, Learner, Service, expected, play_to_the_end
+from services import (
+    LIMIT,
+    NUM_ROUNDS,
+    Learner,
+    Service,
+    expected,
+    play_to_the_end,
+    spec,
+)
 from tiny_runs import COMMAND
 
 from meshloom.service.wire.calls import Channel
+from meshloom.service.wire.credentials import Tls
 from meshloom.service.wire.errors import Refused, Unavailable
 from meshloom.trainer.program.digest import tree_digests
 
@@ -168,15 +178,50 @@ def test_a_full_disk_under_its_own_output_changes_no_status(tmp_path):
     assert process.returncode == 2
 
 
-def test_a_stranger_is_refused(service, tmp_path):
-    token = tmp_path / "token"
-    token.write_text("a secret\n")
-    service.start("--token-file", str(token))
-    with pytest.raises(Refused, match="wrong or missing token"):
-        Learner(service, 0).open()
-    channel = Channel(service.address(), token="a secret")
-    assert channel.call("Status", {}, 10)["jobs"] == {}
+def strangers(service: Service, flags: list[str], friend: dict, others: dict) -> None:
+    """Checks that only a friend gets in, at the coordinator and at its server."""
+    service.start(*flags)
+    channel = Channel(service.address(), **friend)
+    (server,) = channel.call("OpenJob", spec(), 20)["servers"].values()
+    for name, shown in others.items():
+        for address in (service.address(), server):
+            stranger = Channel(address, **shown)
+            calls = {
+                "Status": lambda: stranger.call("Status", {}, 5),  # noqa: B023
+                "Push": lambda: stranger.push("run", 0, 0, 0, [], 5),  # noqa: B023
+                "Pull": lambda: stranger.pull("run", 0, [], {}, 5),  # noqa: B023
+            }
+            for method, call in calls.items():
+                # The coordinator has no streams, which a stranger is told without TLS.
+                refused = "wrong or missing token|has no method|no answer to"
+                with pytest.raises((Refused, Unavailable), match=refused) as caught:
+                    call()
+                if method == "Status" or address == server:
+                    assert "has no method" not in str(caught.value), (name, method)
+            stranger.close()
+    assert channel.call("Status", {}, 5)["jobs"]["run"]["learners"] == 0
     channel.close()
+
+
+def test_strangers_without_the_token_are_refused(service, tmp_path):
+    (token := tmp_path / "token").write_text("a secret\n")
+    others = {"none": {}, "wrong": {"token": "a secre"}}
+    flags = ["--token-file", str(token)]
+    strangers(service, flags, {"token": "a secret"}, others)
+
+
+def test_strangers_without_a_certificate_are_refused(service, tmp_path):
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    own, other, client = ours.tls("service"), theirs.tls("stranger"), ours.tls("client")
+    others = {
+        "no TLS": {},
+        "another authority": {"tls": other},
+        "a certificate of another authority": {
+            "tls": Tls(ca=own.ca, cert=other.cert, key=other.key)
+        },
+    }
+    flags = ["--tls-ca", str(own.ca), "--tls-cert", str(own.cert)]
+    strangers(service, [*flags, "--tls-key", str(own.key)], {"tls": client}, others)
 
 
 def run(*flags: str, folder) -> tuple[int, str]:

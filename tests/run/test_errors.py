@@ -117,6 +117,11 @@ FLAGS = {
         "batch_size 16 in 4 microbatches cannot be sharded 8 ways (data=8). Set "
         "batch_size to 32, change num_microbatches, or change the mesh.",
     ),
+    "share of a learner that the mesh does not divide": (
+        ["--exchange", "127.0.0.1:1", "--learner", "1/4"],
+        "batch_size 16 of 4 learners cannot be sharded 8 ways (data=8). Set batch_size "
+        "to 32, or change the mesh.",
+    ),
     "vocabulary larger than the model's": (
         sets_of("data.vocab_size=65"),
         "the data has a vocabulary of 65, but the model's vocab_size is 64. Raise "

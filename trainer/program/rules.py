@@ -56,9 +56,13 @@ def _indivisible(config: "Computation", error: Indivisible) -> str:
     axes = ",".join(f"{axis}={size}" for axis, size in error.mesh_axes.items())
     problem = f"cannot be sharded {error.ways} ways ({axes})"
     if error.axis in ("batch", "lookup_batch") and config.batch_size % error.size == 0:
-        num = max(config.batch_size // error.size, config.num_microbatches or 1)
-        parts = f" in {num} microbatches" if num > 1 else ""
-        choices = multiples(config.batch_size, error.ways * num)
+        # Of a learner, error.size is a part of its share of the batch.
+        learners = getattr(getattr(config, "exchange", None), "learners", 1)
+        whole = config.batch_size // learners
+        num = max(whole // error.size, config.num_microbatches or 1)
+        parts = f" of {learners} learners" if learners > 1 else ""
+        parts += f" in {num} microbatches" if num > 1 else ""
+        choices = multiples(config.batch_size, error.ways * num * learners)
         fewer = ", change num_microbatches" if num > 1 else ""
         return (
             f"batch_size {config.batch_size}{parts} {problem}. Set batch_size to "

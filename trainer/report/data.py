@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..record import metrics
+from .learners import LearnerFiles, read_learners
 
 RATE = "_per_s"  # the suffix of throughput metrics, such as tokens_per_s
 # The root fields of a config that may give the length of a run.
@@ -23,7 +24,12 @@ _PIPELINE_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The contents of a run folder; None or empty where a file is missing."""
+    """The contents of a run folder; None or empty where a file is missing.
+
+    Attributes:
+      learners: of a training between learners, whose steps are commits.
+      is_final: whether such a training is done.
+    """
 
     name: str
     train: list[dict[str, Any]]
@@ -37,6 +43,8 @@ class RunFiles:
     forecast: dict[str, Any] | None
     sample: str | None
     stopped: str | None = None  # why the run ended before its last step
+    learners: tuple[LearnerFiles, ...] = ()
+    is_final: bool = False
 
     @property
     def last_step(self) -> int:
@@ -44,6 +52,8 @@ class RunFiles:
 
     @property
     def total_steps(self) -> int | None:
+        if self.learners:
+            return self.last_step if self.is_final else None
         for key in _TOTAL_KEYS:
             value = self.config_value(key)
             if isinstance(value, int):
@@ -66,6 +76,9 @@ class RunFiles:
             "environment (environment.json)": self.environment,
             "forecast (forecast.json)": self.forecast,
         }
+        if self.learners:  # each has its own, in its folder
+            del parts["sharding (sharding.json)"], parts["forecast (forecast.json)"]
+            del parts["sample (sample.txt)"]
         return [name for name, content in parts.items() if not content]
 
     @property
@@ -89,6 +102,9 @@ def read_run(folder: Path) -> RunFiles:
             f"run folder {folder} has no {path.name}, so no step was recorded; "
             f"train first: meshloom train --workdir {folder}"
         )
+    learners = read_learners(folder)
+    # All learners have the config of the first, but for their place.
+    first = folder / "learners" / learners[0].name if learners else folder
     others = {kind: folder / metrics.FILES[kind] for kind in ("eval", "test")}
     scores = {k: _rows(file) if file.is_file() else [] for k, file in others.items()}
     return RunFiles(
@@ -96,19 +112,23 @@ def read_run(folder: Path) -> RunFiles:
         train=_rows(path),
         evals=scores["eval"],
         tests=scores["test"],
-        config=_read_json(folder / "config.json"),
-        gin=_read_text(folder / "config.gin"),
-        environment=_read_json(folder / "environment.json"),
+        config=_read_json(first / "config.json"),
+        gin=_read_text(first / "config.gin"),
+        environment=_read_json(first / "environment.json"),
         sharding=_read_json(folder / "sharding.json"),
         pipeline=_read_pipeline(folder / "pipeline.json"),
         forecast=_read_forecast(folder / "forecast.json"),
         sample=_read_text(folder / "sample.txt"),
         stopped=_stopped(folder),
+        learners=learners,
+        is_final=(folder / "final.json").is_file(),
     )
 
 
 def _stopped(folder: Path) -> str | None:
     """Returns why the run ended early; None if it did not, or has continued since."""
+    if (folder / "final.json").is_file():  # of a training between learners
+        return json.loads((folder / "final.json").read_text()).get("stopped")
     path = folder / "ledger.jsonl"
     rows = metrics.read(path) if path.is_file() else []
     told = (row for row in reversed(rows) if row["event"] in ("step", "stopped"))

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ...sharding.text import duration, short_number
+from ...sharding.text import duration, human_bytes, short_number
 from .data import RATE, RunFiles, columns, training_seconds
+from .learners import exchanged, percent
 
 Figure = tuple[str, str, str]  # name, value, note
 _NUM_LAST = 50
@@ -16,18 +17,20 @@ _MAX_HELD_OUT = 3
 def header(run: RunFiles) -> str:
     """Returns the name, the status, any warning, and the key numbers."""
     step, total = run.last_step, run.total_steps
+    unit = "commits" if run.learners else "steps"
     if run.stopped is not None:
-        early = f"stopped at step {step} of {total}, because {escape(run.stopped)}"
-        state = f"<b>Complete</b>: {early}"
+        number = f"{unit.removesuffix('s')} {step}"
+        number += "" if run.learners else f" of {total}"
+        state = f"<b>Complete</b>: stopped at {number}, because {escape(run.stopped)}"
     elif run.is_complete:
-        state = f"<b>Complete</b>: {step} steps"
+        state = f"<b>Complete</b>: {step} {unit}"
     elif total is None:
-        state = f"<b>At step {step}</b>"
+        state = f"<b>At {unit.removesuffix('s')} {step}</b>"
     else:
         state = f"<b>At step {step}</b> of {total}"
     held_out = _scores(run.evals, "Held-out loss", "held out")
     tested = _scores(run.tests, "Test loss", "test")
-    figures = [*_training(run), *held_out, *tested, *_speed(run)]
+    figures = [*_training(run), *held_out, *tested, *_speed(run), *_exchange(run)]
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{value}<small>{note}</small></dd></div>"
         for name, value, note in figures
@@ -94,3 +97,21 @@ def _speed(run: RunFiles) -> list[Figure]:
     if seconds is not None:
         found.append(("Time", duration(seconds), "without interruptions"))
     return found
+
+
+def _exchange(run: RunFiles) -> list[Figure]:
+    """Returns what a learner, or all learners of a training, exchanged."""
+    if run.learners:
+        found = [learner.exchanged for learner in run.learners]
+        shares = [x.waiting for x in found if x.waiting is not None]
+        sent, received = sum(x.sent for x in found), sum(x.received for x in found)
+        waiting = float(np.mean(shares)) if shares else None
+        whose = f"of {len(run.learners)} learners"
+    elif own := exchanged(run.train):
+        sent, received, waiting, whose = own.sent, own.received, own.waiting, ""
+    else:
+        return []
+    figures = [("Sent", human_bytes(sent), f"{human_bytes(received)} received {whose}")]
+    if waiting is not None:
+        figures.append(("Waiting for others", percent(waiting), f"of the time {whose}"))
+    return [(name, value, note.strip()) for name, value, note in figures]

@@ -16,8 +16,17 @@ _TITLES = {
     "grad_norm": "Gradient norm",
     "step_s": "Step time, s",
     "bits_per_byte": "Bits per byte, held out",
+    "learners": "Contributions per commit",
+    "staleness": "Staleness, commits",
+    "wait_s": "Contributions waited, s",
+    "bytes": "Bytes sent per commit",
+    "exchange_s": "Exchange, s",
+    "exchange_wait_s": "Waiting for the exchange, s",
 }
-_FROM_ZERO = ("learning_rate", "grad_norm", "step_s")
+_FROM_ZERO = (
+    *("learning_rate", "grad_norm", "step_s", "learners", "staleness", "wait_s"),
+    *("bytes", "pushed_bytes", "pulled_bytes", "exchange_s", "exchange_wait_s"),
+)
 
 
 def curves(run: RunFiles) -> str:

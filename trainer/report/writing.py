@@ -7,6 +7,7 @@ from ...launch.atomic_file import replace_text
 from . import sections
 from .data import RunFiles, read_run
 from .layout import sharding
+from .learners import learners
 from .page import page
 from .pipeline import pipeline
 from .plan import forecast
@@ -30,6 +31,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     body = [
         header(content),
         sections.curves(content),
+        learners(content.learners),
         sections.sample(content),
         sharding(content),
         pipeline(content),
