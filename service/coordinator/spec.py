@@ -17,7 +17,8 @@ from ..wire.errors import Refused
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FIELDS = (
     *("job", "policy", "num_learners", "num_rounds", "layout", "update"),
-    *("max_grad_norm", "skip_grad_norm", "data", "stop", "config_digest", "version"),
+    *("max_grad_norm", "skip_grad_norm", "compression", "data", "stop"),
+    *("config_digest", "version"),
 )
 
 

@@ -11,17 +11,18 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..blocks.layout import Layout
 from ..rounds.policy import Policy
+from ..wire.codecs import PLAIN, Codec
 from ..wire.errors import Unavailable
-from . import shards
 from .client import Client, in_all
+from .compression import Compressor
 from .merging import Merging, Parameters
 from .mover import Mover
-from .shards import Host
+from .shards import Arrays, Host, Piece
 
 # How often somebody who waits for others says that it is alive.
 WAIT_SECONDS = 5.0
@@ -85,6 +86,7 @@ class Exchange:
       group: the processes of this learner, see trainer/job/group.py. No one else may
         use it: rounds end in a thread.
       connect: makes the Mover, given the coordinator's answer about the servers.
+      codec: how contributions are packed.
       seed: for the random waits of `half-sync`.
       on_wait: called every few seconds while the caller waits for others.
 
@@ -101,6 +103,7 @@ class Exchange:
         policy: Policy,
         *,
         connect: Callable[[Mapping[str, Any]], Mover],
+        codec: Codec = PLAIN,
         seed: int = 0,
         on_wait: Callable[[], None] = lambda: None,
     ):
@@ -109,6 +112,7 @@ class Exchange:
         self._connect, self._seed, self._on_wait = connect, seed, on_wait
         self._mover: Mover | None = None
         self._merging = Merging(parameters, layout, self._read, policy.mix)
+        self._layout, self._compressor = layout, Compressor(codec, layout)
         self._incarnation, self._pulled = 0, 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "exchange")
         self._pending: concurrent.futures.Future[Outcome] | None = None
@@ -132,11 +136,12 @@ class Exchange:
         )
         self._mover = self._connect(opened)
         if opened["initialize"] and self._client.learner == 0:
-            host = shards.to_host(self._parameters.of(initial()))
+            arrays = self._parameters.of(initial())
+            pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
             in_all(
                 self._group,
                 "initial parameters",
-                lambda: {"bytes": self._push(host, 0)},
+                lambda: {"bytes": self._push(pieces, 0)},
                 lambda _: self._client.initialized(),
             )
         joined = in_all(self._group, "join", dict, lambda _: self._client.join(facts))
@@ -169,13 +174,34 @@ class Exchange:
         fetched, self._pulled = self._merging.fetch(self.turn.version, None)
         return self._merging.replace(state, fetched)
 
-    def send_gradients(self, grads: Any, sums: Mapping[str, float], facts: Any) -> None:
-        """Starts to contribute gradients; `finish` waits for what follows."""
-        self._send(shards.to_host(self._parameters.of(grads)), sums, facts)
+    def send_gradients(
+        self,
+        grads: Any,
+        sums: Mapping[str, float],
+        facts: Any,
+        residual: Arrays | None = None,
+    ) -> Arrays:
+        """Starts to contribute gradients; `finish` waits for what follows.
 
-    def send_change(self, params: Any, sums: Mapping[str, float], facts: Any) -> None:
-        """Starts to contribute the change of the parameters in this round."""
-        self._send(self._merging.change(params), sums, facts)
+        Args:
+          residual: of what was sent before, see compression.py.
+
+        Returns:
+          The new residual.
+        """
+        arrays = self._parameters.of(grads)
+        return self._send(arrays, sums, facts, base=None, residual=residual)
+
+    def send_change(
+        self,
+        params: Any,
+        sums: Mapping[str, float],
+        facts: Any,
+        residual: Arrays | None = None,
+    ) -> Arrays:
+        """Starts to contribute the change of the parameters; see `send_gradients`."""
+        arrays, base = self._parameters.of(params), self._merging.base
+        return self._send(arrays, sums, facts, base=base, residual=residual)
 
     @property
     def is_sending(self) -> bool:
@@ -195,19 +221,38 @@ class Exchange:
         """Returns the state with what a round has brought."""
         return self._merging.merge(state, outcome.fetched, outcome.fragment)
 
-    def _send(self, host: Host, sums: Mapping[str, float], facts: Any) -> None:
+    def _send(
+        self,
+        arrays: Arrays,
+        sums: Mapping[str, float],
+        facts: Any,
+        *,
+        base: Host | None,
+        residual: Arrays | None,
+    ) -> Arrays:
         assert self._pending is None
-        self._pending = self._thread.submit(self._round_trip, host, sums, facts)
+        sent, residual = self._compressor.contribution(
+            arrays, self._fragment, base=base, residual=residual
+        )
+        self._pending = self._thread.submit(self._round_trip, sent, sums, facts)
+        return residual
 
-    def _round_trip(self, host: Host, sums: Mapping[str, float], facts: Any) -> Outcome:
+    @property
+    def _fragment(self) -> int | None:
+        """The fragment of this round; None if it is all parameters."""
+        if self.policy.fragments == 1:
+            return None
+        return self.policy.fragment_of(self.turn.round)
+
+    def _round_trip(
+        self, sent: Sequence[Piece], sums: Mapping[str, float], facts: Any
+    ) -> Outcome:
         """Pushes, contributes, waits for the next turn and fetches its version."""
         before, began, learner = self.turn, time.monotonic(), self._client.learner
         self._is_leaving.wait(
             self.policy.wait_seconds(self._seed, learner, before.round)
         )
-        fragment = None
-        if self.policy.fragments > 1:
-            fragment = self.policy.fragment_of(before.round)
+        fragment = self._fragment
         contribution = {
             "round": before.round,
             "base": before.version,
@@ -218,8 +263,8 @@ class Exchange:
         pushed = pulled = 0
 
         def push() -> dict[str, Any]:
-            sent = self._push(host, before.round, fragment)
-            return {"bytes": sent, "pulled": self._pulled}
+            count = self._push(sent, before.round)
+            return {"bytes": count, "pulled": self._pulled}
 
         def contribute(reports: list[dict[str, Any]]) -> dict[str, Any]:
             nonlocal pushed, pulled
@@ -263,7 +308,7 @@ class Exchange:
         assert self._mover is not None
         return self._mover.pull(version, buffers, fragment)
 
-    def _push(self, host: Host, round: int, fragment: int | None = None) -> int:
+    def _push(self, sent: Sequence[Piece], round: int) -> int:
         assert self._mover is not None
         learner = self._client.learner
-        return self._mover.push(host, learner, self._incarnation, round, fragment)
+        return self._mover.push(sent, learner, self._incarnation, round)

@@ -74,13 +74,13 @@ class Merging:
         like = {leaf: self._parameters.like[leaf] for leaf in leaves}
         return self._parameters.put(state, arrays | shards.to_devices(now, like))
 
-    def change(self, params: Any) -> Host:
-        """Returns how far the parameters moved since they were merged, as base - now.
+    @property
+    def base(self) -> Host:
+        """What the parameters were when they were merged last.
 
-        It acts like a gradient.
+        A learner sends base - now, which acts like a gradient.
         """
-        now = shards.to_host(self._parameters.of(params))
-        return {key: self._base[key] - array for key, array in now.items()}
+        return self._base
 
     def _buffers(self, fragment: int | None) -> Host:
         like = self._parameters.like

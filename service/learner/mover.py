@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..blocks.box import Box
@@ -11,7 +11,7 @@ from ..blocks.pieces import pieces
 from ..wire.calls import Channel
 from ..wire.errors import Unavailable
 from . import shards
-from .shards import Host
+from .shards import Host, Piece
 
 # A stream that breaks is repeated: pieces and reads are idempotent.
 ATTEMPTS, PAUSE_SECONDS = 4, 0.5
@@ -40,16 +40,13 @@ class Mover:
 
     def push(
         self,
-        host: Host,
+        sent_pieces: Iterable[Piece],
         learner: int,
         incarnation: int,
         round: int,
-        fragment: int | None = None,
     ) -> int:
-        """Sends what this process holds; returns the bytes sent."""
-        parts = shards.by_owner(
-            shards.to_pieces(self._layout, host, fragment), self._owners
-        )
+        """Sends pieces of a contribution; returns the bytes sent."""
+        parts = shards.by_owner(sent_pieces, self._owners)
 
         def send(server: str) -> int:
             sent = (

@@ -14,6 +14,7 @@ import numpy as np
 from ..blocks.box import Box
 from ..blocks.layout import Layout
 from ..blocks.pieces import pieces
+from ..wire.tensors import Sent
 
 Arrays = Mapping[int, jax.Array]  # by the number of their leaf in the layout
 Host = dict[tuple[int, Box], np.ndarray]  # what this process holds, by leaf and box
@@ -26,7 +27,14 @@ class Piece:
     block: int
     slab: int
     start: tuple[int, ...]
-    array: np.ndarray
+    array: Sent
+
+    def unpacked(self) -> np.ndarray:
+        """Returns the numbers that whoever receives it finds."""
+        if isinstance(self.array, np.ndarray):
+            return self.array
+        box = Box.at(self.start, self.array.shape)
+        return self.array.codec.from_bytes(self.array.data, box)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -70,7 +78,8 @@ def to_pieces(layout: Layout, host: Host, fragment: int | None) -> Iterator[Piec
         for block, slab, part in pieces(layout, leaf, box):
             if fragment is not None and layout.fragment_of(block) != fragment:
                 continue
-            yield Piece(block, slab, part.start, array[part.slices(box)])
+            # The dots keep an array without dimensions an array.
+            yield Piece(block, slab, part.start, array[(*part.slices(box), ...)])
 
 
 def wanted(shapes: Mapping[int, tuple[int, ...]], shardings: Mapping[int, Any]) -> Host:

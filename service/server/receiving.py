@@ -10,6 +10,8 @@ import numpy as np
 
 from ..blocks.box import Box
 from ..wire import tensors
+from ..wire.codecs import PLAIN
+from ..wire.errors import Refused
 from .staging import Key, Staged
 from .store import BlockStore
 
@@ -37,8 +39,10 @@ class Receiving:
         block, slab = header.place["block"], header.place["slab"]
         staging = self._store.staging
         staging.check(self._key, block, slab, header.box, header.dtype)
-        is_initial = self._key[2] == 0 and self._store.newest is not None
-        if header.dtype == np.float32 and not is_initial:
+        self._check_codec(header)
+        is_known = self._key[2] == 0 and self._store.newest is not None
+        is_alike = header.dtype == np.float32 and header.codec is None
+        if is_alike and not is_known:
             staged = staging.made(self._key)
             array = None if staged is None else staged.open(block, slab, header.box)
             if staged is not None and array is not None:
@@ -50,6 +54,8 @@ class Receiving:
         """Stages a piece whose bytes are right."""
         if self._open is not None:
             self._end(is_right=True)  # nothing is left to copy for `stage`
+        if header.codec is not None:
+            array = header.codec.from_bytes(array, header.box)
         place = header.place["block"], header.place["slab"]
         self._store.stage(*self._key, *place, header.box.start, array)
 
@@ -57,6 +63,16 @@ class Receiving:
         """Gives up a piece that was not received to its end."""
         if self._open is not None:
             self._end(is_right=False)
+
+    def _check_codec(self, header: tensors.Header) -> None:
+        """Refuses a piece that is not packed as the job says; parameters never are."""
+        expected = PLAIN if self._key[2] == 0 else self._store.push_codec
+        found = header.codec or PLAIN
+        if found != expected:
+            raise Refused(
+                f"{self._store.staging.describe(self._key)}: {header} is packed as "
+                f"{found}, in this job it must be {expected}"
+            )
 
     def _end(self, *, is_right: bool) -> None:
         assert self._open is not None

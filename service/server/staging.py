@@ -9,7 +9,8 @@ at which it is known to be right.
 import enum
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,14 @@ from ..blocks.layout import Layout
 from ..wire.errors import Refused
 
 Key = tuple[int, int, int]  # learner, incarnation, round
+
+
+def key_of(contribution: Mapping[str, Any]) -> Key:
+    return (
+        contribution["learner"],
+        contribution["incarnation"],
+        contribution["round"],
+    )
 
 
 class _State(enum.Enum):

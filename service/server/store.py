@@ -23,10 +23,11 @@ from ..blocks.box import Box
 from ..blocks.dtypes import dtype_of
 from ..blocks.layout import Layout
 from ..blocks.pieces import pieces
+from ..wire import codecs
 from ..wire.errors import Refused
 from . import block_files
 from .merging import Addend, mean_of, sum_of_squares
-from .staging import Key, Pool, Staged, Staging
+from .staging import Key, Pool, Staged, Staging, key_of
 from .update import Axes, Compiled, MakeUpdate, no_optimizers, update_of
 
 Version = dict[int, tuple[np.ndarray, ...]]  # the slabs of every block
@@ -47,6 +48,7 @@ class BlockStore:
       owned: indices of the blocks that are held here.
       newest: number of the newest version; None until the initial parameters arrived.
       staging: contributions that are not committed yet.
+      push_codec: how their pieces are packed.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class BlockStore:
         make_update: MakeUpdate = no_optimizers,
     ):
         """Args:
-        spec: JSON of the job: "job", "policy", "layout" and "update" are used here.
+        spec: JSON of the job: all but what concerns data and config is used here.
         owned: indices of the blocks held here; all by default.
         make_update: makes the update of kind "optimizer".
         """
@@ -67,6 +69,7 @@ class BlockStore:
         self.newest: int | None = None
         self._name = str(spec["job"])
         self._compensation = float(spec["policy"].get("compensation", 0.0))
+        self.push_codec = codecs.of_job(spec)
         self._update = Compiled(update_of(spec, make_update))
         self._commit_lock, self._lock = threading.RLock(), threading.RLock()
         self._pool = Pool()
@@ -134,8 +137,10 @@ class BlockStore:
             blocks = self._blocks_of(fragment)
             found = []
             if blocks:
-                in_order = sorted(contributions, key=_key)
-                found = [(c, self.staging.complete(_key(c), blocks)) for c in in_order]
+                in_order = sorted(contributions, key=key_of)
+                found = [
+                    (c, self.staging.complete(key_of(c), blocks)) for c in in_order
+                ]
             means: dict[int, list[np.ndarray]] = {}
             total = 0.0
             for block in blocks:
@@ -388,10 +393,6 @@ class BlockStore:
         with self._lock:
             for version in [v for v in self._versions if v not in wanted]:
                 del self._versions[version]
-
-
-def _key(facts: Mapping[str, Any]) -> Key:
-    return facts["learner"], facts["incarnation"], facts["round"]
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

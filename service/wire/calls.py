@@ -179,13 +179,13 @@ class Channel:
         learner: int,
         incarnation: int,
         round: int,
-        pieces: Iterable[tuple[int, int, Sequence[int], np.ndarray]],
+        pieces: Iterable[tuple[int, int, Sequence[int], tensors.Sent]],
         seconds: float = 300.0,
     ) -> Message:
         """Sends pieces of a contribution; returns {"bytes": their number}.
 
         Args:
-          pieces: (block, slab, start in the coordinates of the leaf, array).
+          pieces: (block, slab, start in the coordinates of the leaf, array or packed).
         """
         about = {"job": job, "learner": learner}
         about |= {"incarnation": incarnation, "round": round}

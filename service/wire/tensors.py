@@ -2,10 +2,11 @@
 
     length of the header (4 bytes) | header | bytes | CRC32C (4 bytes), little-endian
 
-The header has the array's place, shape, dtype and number of bytes. The messages of a
-stream are these bytes cut anywhere, so small arrays share a message. An array counts
-once all of its bytes have arrived and the checksum is right; what arrived before it in
-the stream stays counted.
+The header has the array's place, shape, dtype and number of bytes, and its codec if the
+bytes are those of a packed array (codecs.py). The messages of a stream are these bytes
+cut anywhere, so small arrays share a message. An array counts once all of its bytes
+have arrived and the checksum is right; what arrived before it in the stream stays
+counted.
 """
 
 import json
@@ -19,6 +20,8 @@ import numpy as np
 
 from ..blocks.box import Box
 from ..blocks.dtypes import dtype_of
+from . import codecs
+from .codecs import Codec
 from .errors import Refused
 
 # On loopback, chunks of 256 KiB to 4 MiB are about equally fast. Up to 512 KiB the
@@ -36,19 +39,33 @@ class Header(NamedTuple):
 
     Attributes:
       box: in the coordinates of its leaf.
+      nbytes: as it is sent.
+      codec: of a packed array; None if the bytes are those of the array.
     """
 
     place: Place
     box: Box
     dtype: np.dtype
     nbytes: int
+    codec: Codec | None = None
 
     def __str__(self) -> str:
         place = ", ".join(f"{name} {value}" for name, value in self.place.items())
         return f"piece {self.box} of {place}"
 
 
-def encode(arrays: Iterable[tuple[Place, Any, np.ndarray]]) -> Iterator[bytes]:
+class Packed(NamedTuple):
+    """An array as it is sent: `data` are the bytes that its codec made."""
+
+    codec: Codec
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+Sent = np.ndarray | Packed
+
+
+def encode(arrays: Iterable[tuple[Place, Any, Sent]]) -> Iterator[bytes]:
     """Yields the messages for (place, start, array)s."""
     parts: list[Any] = []
     room = CHUNK
@@ -63,15 +80,19 @@ def encode(arrays: Iterable[tuple[Place, Any, np.ndarray]]) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _parts(arrays: Iterable[tuple[Place, Any, np.ndarray]]) -> Iterator[Any]:
+def _parts(arrays: Iterable[tuple[Place, Any, Sent]]) -> Iterator[Any]:
     """Yields the bytes of a stream in parts of at most CHUNK."""
     for place, start, array in arrays:
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if isinstance(array, Packed):
+            flat, about = array.data, {"dtype": "float32", "codec": str(array.codec)}
+        else:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            about = {"dtype": array.dtype.name}
         header = {
             **place,
             "start": [int(i) for i in start],
             "shape": list(array.shape),
-            "dtype": array.dtype.name,
+            **about,
             "nbytes": flat.size,
         }
         text = json.dumps(header).encode()
@@ -95,7 +116,8 @@ def decode(
 
     Args:
       places: names of the header that say where an array belongs.
-      target: returns where to write an array: contiguous, of its shape and dtype.
+      target: returns where to write an array: contiguous, of its shape and dtype; for
+        a packed one, as many bytes.
       done: called with each array once its bytes are known to be right.
     """
     total = 0
@@ -117,16 +139,18 @@ def parse_header(message: bytes, places: tuple[str, ...]) -> Header:
         shape = tuple(map(_count, data["shape"]))
         box = Box.at(tuple(map(_count, data["start"])), shape)
         dtype = dtype_of(data["dtype"])
-        header = Header(place, box, dtype, _count(data["nbytes"]))
+        codec = codecs.parse(data["codec"]) if "codec" in data else None
+        header = Header(place, box, dtype, _count(data["nbytes"]), codec)
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(
             f"header of a piece: {_shown(error)}; expected JSON with {places}, start, "
             "shape, dtype and nbytes"
         ) from error
-    if header.nbytes != math.prod(shape) * dtype.itemsize:
+    expected = math.prod(shape) * dtype.itemsize if codec is None else codec.nbytes(box)
+    if header.nbytes != expected:
         raise Refused(
-            f"{header}: {header.nbytes} bytes, but shape {list(shape)} and dtype "
-            f"{dtype.name} need {math.prod(shape) * dtype.itemsize}"
+            f"{header}: {header.nbytes} bytes, but shape {list(shape)} and "
+            f"{dtype.name if codec is None else codec} need {expected}"
         )
     return header
 
@@ -140,8 +164,10 @@ class Scratch:
     def __call__(self, header: Header) -> np.ndarray:
         if self._bytes.size < header.nbytes:
             self._bytes = np.empty(header.nbytes, np.uint8)
-        flat = self._bytes[: header.nbytes].view(header.dtype)
-        return flat.reshape(header.box.shape)
+        data = self._bytes[: header.nbytes]
+        if header.codec is not None:
+            return data
+        return data.view(header.dtype).reshape(header.box.shape)
 
 
 def reading(
@@ -165,12 +191,15 @@ def reading(
             raise Refused(f"{header} was not asked for, or not at this point")
         if isinstance(into, Mapping):
             array = into[found]
-            if array.flags.c_contiguous and array.dtype == header.dtype:
+            is_alike = array.flags.c_contiguous and array.dtype == header.dtype
+            if is_alike and header.codec is None:
                 return array
         return scratch(header)
 
     def done(header: Header, array: np.ndarray) -> None:
         leaf = header.place["leaf"]
+        if header.codec is not None:
+            array = header.codec.from_bytes(array, header.box)
         if not isinstance(into, Mapping):
             into(leaf, header.box, array)
         elif into[leaf, header.box] is not array:
@@ -227,7 +256,7 @@ def _header_text(stream: _Stream) -> bytes:
 
 def _receive(header: Header, array: np.ndarray, stream: _Stream) -> None:
     """Copies the bytes of one array to their place, and compares the checksum."""
-    assert array.flags.c_contiguous and array.dtype == header.dtype
+    assert array.flags.c_contiguous and array.nbytes == header.nbytes
     flat = array.reshape(-1).view(np.uint8)
     filled, crc = 0, 0
     while filled < header.nbytes:

@@ -169,6 +169,7 @@ def spec_message(**changes) -> dict[str, Any]:
         "update": {"kind": "optimizer"},
         "max_grad_norm": None,
         "skip_grad_norm": None,
+        "compression": {"push": "float32"},
         "config_digest": "c0ffee",
         "data": {},
         "stop": None,

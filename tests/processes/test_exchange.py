@@ -15,6 +15,7 @@ from launched import default_signals, ending, wait_until
 from test_jobs import ends
 from tiny_runs import COMMAND
 
+from meshloom.launch.fleet_status import last_commit
 from meshloom.trainer.record import metrics
 from meshloom.trainer.record.ledger import Ledger
 
@@ -136,6 +137,44 @@ def test_an_asynchronous_run_with_a_death_and_a_late_learner_replays(tmp_path):
     assert "are bit-equal" in replay(tmp_path)
     audit = run("ledger", "audit", "run/learners/1", folder=tmp_path)
     assert "exactly one update" in audit
+
+
+@pytest.mark.parametrize(
+    ("push", "settings", "num_steps", "kill_at"),
+    [
+        ("int8", ['exchange.mode="sync"'], 60, 20),
+        ("topk:0.01+int8", ['exchange.mode="sync"'], 60, 20),
+        ("topk:0.01", ['exchange.mode="diloco"', "exchange.local_steps=6"], 120, 8),
+    ],
+    ids=["int8", "topk", "topk of changes"],
+)
+def test_compressed_contributions_replay_after_a_death(
+    push, settings, num_steps, kill_at, tmp_path
+):
+    """With top-k the learner comes back with what it had not sent."""
+    flags = ["--learners", "2", "--servers", "2", "--cpu-devices", "2"]
+    flags += ["--each", "0 --mesh fsdp=2", "--each", "1 --mesh tensor=2"]
+    train = ["--config", "drill", "--steps", str(num_steps)]
+    for setting in (f'exchange.push="{push}"', *settings):
+        train += ["--set", setting]
+    run_folder = tmp_path / "run"
+    with fleet(tmp_path, flags, train) as process:
+        output = tmp_path / "output"
+        wait_until(
+            lambda: (last_commit(run_folder) or 0) >= kill_at, process, output, SECONDS
+        )
+        log = run_folder / "learners" / "1" / "logs" / "supervisor.jsonl"
+        starts = [json.loads(line) for line in log.read_text().splitlines()]
+        os.kill(starts[-1]["pids"][0], signal.SIGKILL)
+        finish(process, tmp_path)
+    rows = metrics.read(run_folder / "commits.jsonl")
+    who = {(p["learner"], p["incarnation"]) for r in rows for p in r["contributions"]}
+    assert len({incarnation for learner, incarnation in who if learner == 1}) == 2
+    own = Ledger(run_folder / "learners" / "1", is_writer=False).read()
+    assert [row for row in own if row["event"] == "joined"][-1]["optimizer_step"] > 0
+    assert "are bit-equal" in replay(tmp_path)
+    spec = json.loads((run_folder / "spec.json").read_text())
+    assert spec["compression"] == {"push": push}
 
 
 def test_fragments_that_arrive_late_are_replayed(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from paths import TINY
 
 from meshloom.service.blocks.pieces import pieces
+from meshloom.service.learner import shards
 from meshloom.service.learner.merging import Merging
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.data.batches import Batches, Share
@@ -140,7 +141,8 @@ def test_a_fragment_is_merged_with_its_share_and_nothing_else_changes():
         if x.ndim > 2
     )
     state = merging.merge(state, merging.fetch(16, 1)[0], 1)
-    change = merging.change(state.params)
+    arrays = exchanged.of(state.params)
+    change = {key: merging.base[key] - x for key, x in shards.to_host(arrays).items()}
     seen = set()
     for (leaf, box), found in change.items():
         for block, _, part in pieces(layout, leaf, box):

@@ -5,9 +5,12 @@ import pytest
 
 from meshloom.service.blocks.layout import Box, Leaf, make_layout
 from meshloom.service.server.receiving import Receiving
+from meshloom.service.server.server import BlockServer
 from meshloom.service.server.store import BlockStore
-from meshloom.service.wire import tensors
+from meshloom.service.wire import codecs, tensors
+from meshloom.service.wire.calls import Channel, Server
 from meshloom.service.wire.errors import Refused
+from meshloom.service.wire.tensors import Packed
 
 SHAPE = (4, 300, 1000)
 LAYOUT = make_layout([Leaf("w", SHAPE, "float32", ("layer", None, None))])
@@ -68,6 +71,32 @@ def test_bytes_arrive_in_place_and_count_at_the_end(store):
     assert missing is None and np.array_equal(buffer, array[SLAB.slices()])
     # Half of it was there before the end: it was not copied afterwards.
     assert np.shares_memory(seen[-1][0], buffer)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "topk:0.1+int8"])
+def test_packed_pieces_are_unpacked(name):
+    """Over a socket, in as many bytes as the arithmetic says."""
+    codec = codecs.parse(name)
+    spec = {**SPEC, "compression": {"push": name}}
+    server = BlockServer()
+    server.create({"job": "j", "spec": spec, "blocks": [0]})
+    listening = Server("127.0.0.1:0", server.methods, server.streams)
+    channel = Channel(f"127.0.0.1:{listening.port}")
+    array = values(1)[SLAB.slices()]
+    packed = Packed(codec, SLAB.shape, codec.to_bytes(codec.pack(array, SLAB)))
+    channel.push("j", 0, 0, 0, [(0, 0, SLAB.start, array)])  # parameters: never packed
+    answer = channel.push("j", *KEY, [(0, 0, SLAB.start, packed)])
+    assert answer == {"bytes": codec.nbytes(SLAB)}
+    buffer, missing = staged(server._jobs["j"][1])
+    expected = codec.from_bytes(packed.data, SLAB)
+    assert missing is None and np.array_equal(buffer, expected)
+    assert not np.array_equal(expected, array)
+    server.create({"job": "k", "spec": {**spec, "job": "k"}, "blocks": [0]})
+    for job, round, sent in (("j", 1, array), ("k", 0, packed)):
+        with pytest.raises(Refused, match="in this job it must be"):
+            channel.push(job, 1, 0, round, [(0, 0, SLAB.start, sent)])
+    channel.close()
+    listening.close(0)
 
 
 def test_part_of_rows_is_copied(store):

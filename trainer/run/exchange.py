@@ -9,8 +9,10 @@ import optax
 
 from ...service.blocks.layout import BLOCK_BYTES, Layout, Leaf, make_layout
 from ...service.rounds.policy import PRESETS, Outer, Policy, make_policy
+from ...service.wire import codecs
 from ...sharding.logical_axes import path_name
 from ..data.batches import Share
+from .error_feedback import ErrorFeedback
 
 # Overrides of the preset; None keeps its value.
 OVERRIDES = (
@@ -47,6 +49,9 @@ class Config:
         others may come later. None waits for all.
       outer_learning_rate, outer_momentum: of the optimizer that applies the mean change
         of the parameters; None keeps the mode's value.
+      push: how contributions are compressed: "float32" (not at all), "bfloat16",
+        "int8", "topk:SHARE", or the last with "+bfloat16" or "+int8"; see
+        docs/service.md.
       paths: patterns of the parameters that are exchanged, such as "blocks/*"; the
         others stay with each learner.
       block_bytes: the size of the blocks that servers hold; a model that is smaller
@@ -74,6 +79,7 @@ class Config:
     start_with: int | None = None
     outer_learning_rate: float | None = None
     outer_momentum: float | None = None
+    push: str = str(codecs.PLAIN)
     paths: tuple[str, ...] = ("*",)
     block_bytes: int = BLOCK_BYTES
     token_file: str | None = None
@@ -93,6 +99,10 @@ class Config:
             )
         self.share  # noqa: B018  raises if learner is not one of learners
         policy = self.policy
+        try:
+            self.codec  # noqa: B018  raises if push is not a compression
+        except ValueError as error:
+            raise ValueError(f"push={error}") from error
         if self.is_on:
             policy.check_learners(self.learners)
         if policy.outer is None and self.paths != ("*",):
@@ -140,6 +150,10 @@ class Config:
             )
         return make_policy(self.mode, **given)
 
+    @property
+    def codec(self) -> codecs.Codec:
+        return codecs.parse(self.push)
+
     def is_exchanged(self, path: str) -> bool:
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.paths)
 
@@ -147,9 +161,12 @@ class Config:
         """Returns the optimizer of the learner's own steps.
 
         Where the servers run it, the learner needs none, and no memory for its state.
+        With top-k its state also has what was not sent yet.
         """
         if self.is_on and self.policy.outer is None:
-            return optax.identity()
+            optimizer = optax.identity()
+        if self.is_on and self.codec.share is not None:
+            return ErrorFeedback(optimizer)
         return optimizer
 
 

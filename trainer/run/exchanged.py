@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...service.learner.compression import placed_like
 from ..program.state import State
 from . import exchange as exchange_lib
+from .error_feedback import residual_of, with_residual
 from .prepare import Prepared
 
 
@@ -33,14 +35,32 @@ class Exchanged:
 
     def put(self, state: State, arrays: Mapping[int, jax.Array]) -> State:
         """Returns the state with these arrays instead of its own."""
-        leaves, structure = jax.tree.flatten(state.params)
+        return state._replace(params=self._with(state.params, arrays))
+
+    def residual(self, state: State) -> dict[int, jax.Array]:
+        """Returns what was not sent yet; {} if everything is sent."""
+        tree = residual_of(state)
+        return {} if tree is None else self.of(tree)
+
+    def put_residual(self, state: State, arrays: Mapping[int, jax.Array]) -> State:
+        """Returns the state with this residual, in the shardings of its own."""
+        if not arrays:
+            return state
+        old = residual_of(state)
+        new = self._with(old, arrays)
+        return with_residual(
+            state, jax.tree.map(lambda x, like: placed_like(x, like.sharding), new, old)
+        )
+
+    def _with(self, params: Any, arrays: Mapping[int, jax.Array]) -> Any:
+        """Returns a tree like the parameters with these arrays in it."""
+        leaves, structure = jax.tree.flatten(params)
         if self._layout.order is not None:
-            canonical = self._reordered(state.params, self._layout.canonical)
-            leaves = jax.tree.leaves(canonical)
+            leaves = jax.tree.leaves(self._reordered(params, self._layout.canonical))
         for leaf, position in enumerate(self._positions):
             leaves[position] = arrays[leaf]
         params = jax.tree.unflatten(structure, leaves)
-        return state._replace(params=self._reordered(params, self._layout.arranged))
+        return self._reordered(params, self._layout.arranged)
 
     def at_step(self, state: State, step: int) -> State:
         """Returns the state with another step number."""

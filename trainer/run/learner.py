@@ -107,6 +107,7 @@ class Learner:
             connect=lambda opened: make_mover(
                 self._config.job, self._layout, opened["servers"], connect
             ),
+            codec=self._config.codec,
             seed=config.seed,
             on_wait=on_wait,
         )
@@ -120,7 +121,7 @@ class Learner:
             f"Learner {config.learner} of {config.learners} in job {config.job!r} at "
             f"{config.address}, mode {config.mode}: "
             f"{self.policy.local_steps} local steps per exchange of "
-            f"{len(self._layout.blocks)} blocks"
+            f"{len(self._layout.blocks)} blocks, sent as {self._config.codec}"
         )
 
     @property
@@ -221,7 +222,11 @@ class Learner:
         rate = np.asarray(self._rate(self.step), np.float32)
         sums = {k: float(v) for k, v in jax.device_get(grads.sums).items()}
         self.step += 1
-        self._exchange.send_gradients(grads.params, sums, self._facts())
+        residual = self._parameters.residual(state)
+        residual = self._exchange.send_gradients(
+            grads.params, sums, self._facts(), residual
+        )
+        state = self._parameters.put_residual(state, residual)
         weight = sums[WEIGHT] or 1.0
         metrics: dict[str, Any] = {
             k: v / weight for k, v in sums.items() if k != WEIGHT
@@ -248,7 +253,10 @@ class Learner:
         if self._has_moved or self.step < self._round.stop:
             return state
         facts, stop = self._facts(), self._round.stop
-        self._exchange.send_change(state.params, self._round.sums(), facts)
+        residual = self._exchange.send_change(
+            state.params, self._round.sums(), facts, self._parameters.residual(state)
+        )
+        state = self._parameters.put_residual(state, residual)
         if stop == self._prepared.config.num_steps or not self.policy.delay:
             return self._finish_round(state, metrics)
         self._merge_at = stop + self.policy.delay

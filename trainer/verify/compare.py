@@ -323,7 +323,9 @@ class Training:
             for i, x in enumerate(leaves)
         }
         for piece in shards.to_pieces(self._layout, host, fragment):
-            self._store.stage(*key, piece.block, piece.slab, piece.start, piece.array)
+            self._store.stage(
+                *key, piece.block, piece.slab, piece.start, piece.unpacked()
+            )
 
 
 def compare(

@@ -9,7 +9,7 @@ compute everything again, in the order of the commits, and must find the same di
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from ...service.blocks.digest import digest_of
 from ...service.blocks.layout import Layout
 from ...service.blocks.pieces import pieces
 from ...service.learner import shards
+from ...service.learner.compression import Compressor
 from ...service.learner.merging import Merging, Read
 from ...service.rounds.policy import Policy
 from ...service.server.store import BlockStore
+from ...service.wire.codecs import PLAIN
 from ...sharding import MeshSpec
 from ...sharding.mesh import AXES
 from ..config import files as config_files
@@ -179,7 +181,7 @@ class Replayer:
         }
         self.num_computed = 0
         first = self._learners[min(self._learners)]
-        self._stage((0, 0, 0), shards.to_host(first.of(first.initial().params)), None)
+        self._stage((0, 0, 0), first.parameters())
 
     def commit(
         self, commit: Mapping[str, Any], later: Sequence[Mapping[str, Any]]
@@ -213,10 +215,7 @@ class Replayer:
         own, learner = self._todo[key[0]], self._learners[key[0]]
         while any(round.key == key for round in own):
             round = own.pop(0)
-            fragment = None
-            if self._policy.fragments > 1:
-                fragment = self._policy.fragment_of(round.key[2])
-            self._stage(round.key, learner.compute(round), fragment)
+            self._stage(round.key, learner.compute(round))
             self.num_computed += 1
 
     def _read(self, version: int, buffers: shards.Host, fragment: int | None) -> int:
@@ -228,9 +227,10 @@ class Replayer:
                     buffer[part.slices(box)] = found
         return 0
 
-    def _stage(self, key: Key, host: shards.Host, fragment: int | None) -> None:
-        for piece in shards.to_pieces(self._layout, host, fragment):
-            self._store.stage(*key, piece.block, piece.slab, piece.start, piece.array)
+    def _stage(self, key: Key, sent: Iterable[shards.Piece]) -> None:
+        for piece in sent:
+            array = piece.unpacked()
+            self._store.stage(*key, piece.block, piece.slab, piece.start, array)
 
 
 class _Replayed:
@@ -249,7 +249,8 @@ class _Replayed:
         devices = jax.devices()[: _size(config.mesh)]
         self._prepared: Prepared = prepare(config, devices)
         self._exchanged = Exchanged(self._prepared, config.exchange)
-        self.of, self._policy = self._exchanged.of, policy
+        self._policy, self._layout = policy, layout
+        self._compressor = Compressor(config.exchange.codec, layout)
         self._merging = Merging(self._exchanged, layout, read, policy.mix)
         self._state: State | None = None
         # States after these steps are needed again, by a later incarnation.
@@ -260,14 +261,19 @@ class _Replayed:
         key = jax.random.key(self._prepared.config.seed)
         return self._prepared.layout.create(key, self._prepared.mesh)
 
-    def compute(self, round: Round) -> shards.Host:
+    def parameters(self) -> list[shards.Piece]:
+        """Returns the parameters of version 0, as a learner sends them."""
+        arrays = self._exchanged.of(self.initial().params)
+        return Compressor(PLAIN, self._layout).contribution(arrays)[0]
+
+    def compute(self, round: Round) -> list[shards.Piece]:
         """Computes a round; returns what the learner has sent."""
         program = self._prepared.program
         if self._policy.outer is None:
             state = self._joined(round)
             with self._batches(round) as batches:
                 grads = program.gradients(state, next(batches))
-            return shards.to_host(self.of(grads.params))
+            return self._sent(round, state, grads.params)
         state, merge_at = self._state, round.first + self._policy.delay
         if round.optimizer_step is not None or state is None:
             state, merge_at = self._joined(round), -1
@@ -281,20 +287,41 @@ class _Replayed:
                     self._saved[step + 1] = _copy(state)
         if merge_at == round.stop:
             state = self._merged(state, round)
-        self._state = state
-        return self._merging.change(state.params)
+        return self._sent(round, state, state.params, self._merging.base)
+
+    def _sent(
+        self, round: Round, state: State, arrays: Any, base: shards.Host | None = None
+    ) -> list[shards.Piece]:
+        """Returns what the learner has sent, and keeps its state after that."""
+        fragment = None
+        if self._policy.fragments > 1:
+            fragment = self._policy.fragment_of(round.key[2])
+        sent, residual = self._compressor.contribution(
+            self._exchanged.of(arrays),
+            fragment,
+            base=base,
+            residual=self._exchanged.residual(state),
+        )
+        state = self._state = self._exchanged.put_residual(state, residual)
+        # A checkpoint may be of a later step, if rounds were passed over.
+        later = {step for step in self._saved_at if step >= round.stop}
+        if residual and later:
+            self._saved |= dict.fromkeys(later, _copy(state))
+        return sent
 
     def _joined(self, round: Round) -> State:
         """Returns the state after joining, with all parameters of a version.
 
-        A learner that sends gradients has no optimizer state of its own.
+        A learner that sends gradients has no optimizer state of its own, but for what
+        it has not sent yet.
         """
-        if round.optimizer_step and self._policy.outer is not None:
+        has_state = self._policy.outer is not None or self._compressor.has_residual
+        state = self._state
+        if round.optimizer_step and has_state:
             state = _copy(self._saved[round.optimizer_step])
-        elif self._policy.outer is None and self._state is not None:
-            state = self._state
-        else:
-            state = self._state = self.initial()
+        elif state is None or round.optimizer_step == 0:
+            state = self.initial()
+        self._state = state
         fetched, _ = self._merging.fetch(round.base, None)
         return self._exchanged.at_step(
             self._merging.replace(state, fetched), round.first
