@@ -7,6 +7,7 @@ others. This module supervises those supervisors, and the processes of the servi
 | what ended | what is restarted |
 |---|---|
 | the coordinator | the coordinator; its log says what has happened |
+| the coordinator, stopped or stuck | the same, after it was killed |
 | a server, or the coordinator with 69 (it has lost a server) | the whole service |
 | the supervisor of a learner, with neither 0, 1 nor 2 | the learner |
 
@@ -42,6 +43,8 @@ class FleetSettings:
       spare_seconds: how much longer we wait for a learner's supervisor, which kills
         what is left of its workers after `grace_seconds`.
       status_seconds: the time between two status lines.
+      silent_seconds: how long the coordinator may give no sign of life. One that is
+        stopped keeps the lock of its log, so it must be killed before another starts.
     """
 
     processes: int = 1
@@ -49,6 +52,7 @@ class FleetSettings:
     grace_seconds: float = 60.0
     spare_seconds: float = 5.0
     status_seconds: float = 30.0
+    silent_seconds: float = 30.0
     repeat_seconds: float = 1.0
     first_delay: float = 1.0
     longest_delay: float = 30.0
@@ -100,7 +104,11 @@ class Fleet:
     def _make_parts(self) -> None:
         commands, logs, heir = self._make(), self._logs, self._heir
         service = [commands.coordinator, *commands.servers]
-        self._service = [Part(i, c, logs, heir) for i, c in enumerate(service)]
+        beats = [commands.beat, *(None for _ in commands.servers)]
+        self._service = [
+            Part(i, command, logs, heir, beat)
+            for i, (command, beat) in enumerate(zip(service, beats, strict=True))
+        ]
         self._commit = last_commit(self._run)
         for number, command in enumerate(commands.learners):
             folder = self._run / "learners" / str(number)
@@ -140,6 +148,10 @@ class Fleet:
         self._logs.show()
         for learner in self._learners:
             learner.look()
+        seconds = self._settings.silent_seconds
+        for part in self._service:
+            if part.kill_if_silent(seconds):
+                say(f"{part.name} gave no sign of life for {seconds:g} s; killing it")
         commit = last_commit(self._run)
         if commit is not None and (self._commit is None or commit > self._commit):
             self._commit = commit

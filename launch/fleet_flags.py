@@ -214,7 +214,8 @@ def make_commands(
         argv += ["--set", f"exchange.token_file={str(token)!r}", *more[number]]
         variables = {"PYTHONUNBUFFERED": "1", **os.environ, **share.env}
         learners.append(Command(f"learner {number}", argv, variables))
-    return Commands(Command("coordinator", coordinator, env), servers, learners)
+    center = Command("coordinator", coordinator, env)
+    return Commands(center, servers, learners, beat=home / "address")
 
 
 def each_of(args: argparse.Namespace) -> list[list[str]]:

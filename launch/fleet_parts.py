@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import progress_file
+from .beats import Beats
 from .exit_codes import Ending
 from .logs import Logs, last_line
 from .masking import masked_command
@@ -21,18 +22,29 @@ STATUS = re.compile(rb"meshloom serve: .* rounds/s, learners \d+/\d+ ")
 class Part:
     """One command of a fleet.
 
+    Args:
+      beat: a file that it touches at least every few seconds, if it does.
+
     Attributes:
       status: how it last ended; None if it runs or was never started.
       due: when to start it (monotonic time); None if it runs or is over.
     """
 
-    def __init__(self, number: int, command: Command, logs: Logs, heir: Heir):
+    def __init__(
+        self,
+        number: int,
+        command: Command,
+        logs: Logs,
+        heir: Heir,
+        beat: Path | None = None,
+    ):
         self.name = command.name
         self.status: int | None = None
         self.due: float | None = 0.0
         self.starts = 0
         self._number, self._command = number, command
         self._logs, self._heir = logs, heir
+        self._beats = None if beat is None else Beats(beat)
         self._worker: Worker | None = None
 
     @property
@@ -48,6 +60,8 @@ class Part:
             return
         self.due, self.status = None, None
         self.starts += 1
+        if self._beats is not None:
+            self._beats.begin()
         self._logs.note(self.name, f"attempt {self.starts}")
         self._worker = Worker(self._number, self._command, self.log, self._heir)
         self._logs.event(
@@ -74,6 +88,15 @@ class Part:
     def step(self) -> int | None:
         """The last step that it reported, if it reports any."""
         return None
+
+    def kill_if_silent(self, seconds: float) -> bool:
+        """Kills it if it has not beaten for so long; `poll` returns its end later."""
+        if self._worker is None or self._beats is None:
+            return False
+        if self._worker.was_told or self._beats.silence() <= seconds:
+            return False
+        self._worker.kill()
+        return True
 
     def ask_to_end(self) -> None:
         """Asks it to save and exit; it is not started again."""
@@ -159,11 +182,16 @@ class Learner(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Commands:
-    """What a fleet runs; none of them changes from one attempt to the next."""
+    """What a fleet runs; none of them changes from one attempt to the next.
+
+    Attributes:
+      beat: a file that the coordinator touches while it works.
+    """
 
     coordinator: Command
     servers: Sequence[Command]
     learners: Sequence[Command]
+    beat: Path | None = None
 
 
 class FleetLogs(Logs):

@@ -43,7 +43,6 @@ UPGRADE = (
     SELECT 'jobs/' || printf('%016d', MIN(seq)), job, 1, 1 FROM entries GROUP BY job
     """,
     "DROP TABLE entries",
-    "UPDATE newest SET revision = MAX(revision, 1)",
 )
 
 

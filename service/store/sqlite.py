@@ -11,7 +11,7 @@ import fcntl
 import math
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from .store import Condition, Delete, Item, Lease, Listing, Put, check_changes
@@ -23,7 +23,8 @@ CREATE TABLE IF NOT EXISTS items (
   created INTEGER NOT NULL,
   modified INTEGER NOT NULL,
   lease INTEGER
-) WITHOUT ROWID;
+);
+-- The revision that deleted something last. That of a put is with its key.
 CREATE TABLE IF NOT EXISTS newest (revision INTEGER NOT NULL);
 """
 PUT = """
@@ -66,13 +67,10 @@ class SqliteStore:
         self._changed = threading.Condition()  # guards what follows
         self._recent: collections.deque[tuple[int, str]] = collections.deque()
         self._num_leases = 0
+        self._revisions: dict[str, tuple[int, int]] = {}  # of keys in conditions
         try:
             self._connection = _connect(self.path, upgrade)
-            with self._connection:
-                self._connection.execute("DELETE FROM items WHERE lease IS NOT NULL")
-            (self._revision,) = self._connection.execute(
-                "SELECT revision FROM newest"
-            ).fetchone()
+            self._revision = _begin(self._connection)
             self._forgotten = self._revision  # what changed up to it is not remembered
         except BaseException:
             self._flock.close()
@@ -99,15 +97,8 @@ class SqliteStore:
                 return None
             revision = self._revision + 1
             with self._connection:
-                execute = self._connection.execute
-                execute("UPDATE newest SET revision = ?", (revision,))
                 for change in changes:
-                    key = change.key
-                    if isinstance(change, Delete):
-                        execute("DELETE FROM items WHERE key = ?", (key,))
-                    else:
-                        row = (key, change.value, revision, revision, change.lease)
-                        execute(PUT, row)
+                    self._make(change, revision)
             self._revision = revision
             self._note(change.key for change in changes)
         return revision
@@ -144,13 +135,28 @@ class SqliteStore:
             self.transact([], [Delete(key) for (key,) in rows])
 
     def _holds(self, condition: Condition) -> bool:
-        query = "SELECT created, modified FROM items WHERE key = ?"
-        row = self._connection.execute(query, (condition.key,)).fetchone() or (0, 0)
-        return row[condition.what == "modified"] == condition.revision
+        key = condition.key
+        if (found := self._revisions.get(key)) is None:
+            query = "SELECT created, modified FROM items WHERE key = ?"
+            found = self._connection.execute(query, (key,)).fetchone() or (0, 0)
+            self._revisions[key] = found
+        return found[condition.what == "modified"] == condition.revision
 
-    def _note(self, keys) -> None:
-        """Remembers what has changed, and wakes up who waits for it."""
-        self._recent.extend((self._revision, key) for key in keys)
+    def _make(self, change: Put | Delete, revision: int) -> None:
+        """Makes a change; the next revision must be known from what is left."""
+        execute = self._connection.execute
+        if isinstance(change, Put):
+            row = (change.key, change.value, revision, revision, change.lease)
+            execute(PUT, row)
+        else:
+            execute("DELETE FROM items WHERE key = ?", (change.key,))
+            execute("UPDATE newest SET revision = ?", (revision,))
+
+    def _note(self, keys: Iterable[str]) -> None:
+        """Takes note of what has changed, and wakes up who waits for it."""
+        for key in keys:
+            self._recent.append((self._revision, key))
+            self._revisions.pop(key, None)
         while len(self._recent) > REMEMBERED:
             self._forgotten = self._recent.popleft()[0]
         self._changed.notify_all()
@@ -169,6 +175,16 @@ class _ProcessLease:
     def revoke(self) -> None:
         self._is_revoked = True
         self._store.revoke(self.id)
+
+
+def _begin(connection: sqlite3.Connection) -> int:
+    """Ends the leases of earlier processes; returns the newest revision."""
+    query = "SELECT MAX(revision, (SELECT IFNULL(MAX(modified), 0) FROM items))"
+    with connection:
+        (revision,) = connection.execute(f"{query} FROM newest").fetchone()
+        connection.execute("DELETE FROM items WHERE lease IS NOT NULL")
+        connection.execute("UPDATE newest SET revision = ?", (revision,))
+    return revision
 
 
 def _connect(

@@ -70,6 +70,22 @@ def test_what_of_the_service_is_restarted(role, action, restarted, tmp_path):
         assert max(fleet.starts().values()) == 2
 
 
+def test_a_coordinator_that_is_stopped_is_killed_and_restarted(tmp_path):
+    everyone = [f"seen/{name}.json" for name in FIRST]
+    stopped = {"until": everyone, "beats": 30}
+    plan = {"coordinator": [stopped, {"final": True}], **LEARNERS}
+    with RunningFleet(tmp_path, plan, silent_seconds=1.5) as fleet:
+        fleet.until_seen(*FIRST, "coordinator-1")
+        fleet.process.send_signal(signal.SIGTERM)
+        assert fleet.status() == exit_codes.PREEMPTED
+        assert {n for n, k in fleet.starts().items() if k == 2} == {"coordinator"}
+        assert "coordinator gave no sign of life for 1.5 s; killing it" in fleet.stderr
+        assert "coordinator was killed by signal 9" in fleet.stderr
+        (death,) = fleet.events("death")
+        (start, *_) = fleet.events("start")
+        assert death["time"] - start["time"] > 3  # it beat for so long before
+
+
 def test_it_gives_up_on_a_service_that_keeps_dying(tmp_path):
     plan = {"server 0": [{"end": 1}], **LEARNERS}
     with RunningFleet(tmp_path, plan, max_restarts=2) as fleet:

@@ -31,19 +31,22 @@ FLAGS = ("--role", "coordinator", "--servers", "1", "--save-every", "100")
 # Ends or stops its own process before or after the commit of a version is written.
 # A blind one does not notice that it was deposed, so that only fences are left.
 MORTAL = """
-import os, signal
+import os, signal, time
 from meshloom.service.coordinator import log
 from meshloom.service.store import election
 when, version, name, *blind = os.environ["FATE"].split()
 append, fatal = log.Log.append_all, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+def meet_fate():
+    os.kill(os.getpid(), fatal[name])
+    time.sleep(1)  # another thread may take the signal, and this one go on a little
 def mortal(self, job, entries):
     entries = list(entries)
     mine = any(k == "commit" and b["version"] == int(version) for k, b in entries)
     if mine and when == "before":
-        os.kill(os.getpid(), fatal[name])
+        meet_fate()
     numbers = append(self, job, entries)
     if mine and when == "after":
-        os.kill(os.getpid(), fatal[name])
+        meet_fate()
     return numbers
 log.Log.append_all = mortal
 if blind:
@@ -204,6 +207,9 @@ def test_killed_around_a_commit_with_the_embedded_store(make_house):
     play(learners)
     rows = check(house, learners)
     waits = [seconds_to_commit(died, rows) for died in seconds]
+    address = house.folder / "service" / "address"
+    before = address.stat().st_mtime_ns
+    wait(lambda: address.stat().st_mtime_ns > before)  # a sign of life for `launch`
     print("seconds to the next commit, embedded:", waits)
     assert len(waits) == 2 and max(waits) < LIMIT
 
@@ -261,3 +267,41 @@ def test_stopped_for_longer_than_its_lease_it_can_do_no_harm(
         play(learners)
         check(house, learners)
         assert "term 3" not in house.said(1)  # nobody else was elected meanwhile
+
+
+FAULTS = ("kill", "stop", "member", "both", "kill", "stop", "both", "member")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_deaths_in_a_row(make_house, tmp_path, monkeypatch):
+    monkeypatch.setattr(Patient, "num_rounds", 2 * len(FAULTS) + 2)
+    with etcd_cluster(tmp_path, 3) as etcd:
+        house = make_house(etcd.url(options=f"?lease={LEASE}"))
+        coordinators = [house.coordinate(number) for number in range(2)]
+        house.serve()
+        learners = [Patient(house, index) for index in range(2)]
+        for learner in learners:
+            learner.join()
+        for number, fault in enumerate(FAULTS):
+            play(learners, until=2 * number + 1)
+            leader, member = house.addresses.index(house.address()), number % 3
+            began = time.monotonic()
+            if fault in ("kill", "both"):
+                coordinators[leader].kill()
+            if fault in ("member", "both"):
+                etcd.kill(member)
+            if fault == "stop":
+                coordinators[leader].send_signal(signal.SIGSTOP)
+            play(learners, until=2 * number + 2)
+            print(f"{fault}: next round after {time.monotonic() - began:.1f} s")
+            if fault == "stop":
+                coordinators[leader].send_signal(signal.SIGCONT)
+                assert coordinators[leader].wait(LIMIT) == 69, house.said(leader)
+            if fault in ("member", "both"):
+                etcd.restart(member)
+            if fault != "member":
+                coordinators[leader].wait()
+                coordinators[leader] = house.coordinate(leader)
+        play(learners)
+        check(house, learners)

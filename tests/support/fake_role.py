@@ -5,6 +5,7 @@ start, its second, ...; the last one is repeated. FOLDER is the run folder. An a
 
 - step: is reported, as a learner's process does.  commit: a row of metrics.jsonl.
 - final: writes final.json.  say: prints it.  child: starts a process of its own.
+- beats: touches FOLDER/beat so many times, and then stops (SIGSTOP).
 - until: waits for these files in FOLDER.
 - end: an exit code, "kill", or "wait" (for SIGTERM, then exits with 75; "deaf" ignores
   it). Default: "wait".
@@ -48,6 +49,11 @@ def main(folder: Path, name: str, actions: list[dict]) -> int:
     new.rename(new.with_suffix(".json"))
     while not all((folder / file).exists() for file in action.get("until", [])):
         time.sleep(0.01)
+    for _ in range(action.get("beats", 0)):
+        (folder / "beat").touch()
+        time.sleep(0.1)
+    if "beats" in action:
+        os.kill(os.getpid(), signal.SIGSTOP)
     end = action.get("end", "wait")
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -24,7 +24,8 @@ from meshloom.launch.target import Command
 run, argvs, settings = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 found = {name: Command(name, argv, os.environ) for name, argv in argvs.items()}
 of = lambda role: [c for name, c in found.items() if name.startswith(role)]
-commands = Commands(found["coordinator"], of("server"), of("learner"))
+roles = found["coordinator"], of("server"), of("learner")
+commands = Commands(*roles, beat=run / "beat")
 settings = FleetSettings(**json.loads(settings))
 sys.exit(Fleet(lambda: commands, run, run / "logs", settings).run())
 """

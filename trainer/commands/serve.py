@@ -183,7 +183,7 @@ def _coordinate(
             blocks = _make_server(f"{host}:0", address, token, tls)
         replace_text(address_file, address + "\n")
         _say(f"{args.role} at {address}, folder {args.folder}")
-        return _watch(coordinator, signals, args.once)
+        return _watch(coordinator, signals, args.once, address_file)
     finally:
         address_file.unlink(missing_ok=True)
         coordinator.close()
@@ -219,7 +219,7 @@ def _stand_by(
         front.coordinator = _make_coordinator(args, token, tls, log)
         replace_text(address_file, address + "\n")
         _say(f"coordinator at {address} leads, term {log.term}, folder {args.folder}")
-        return _watch(front.coordinator, signals, args.once)
+        return _watch(front.coordinator, signals, args.once, address_file)
     except Deposed as error:
         raise Unreachable(str(error)) from error
     finally:
@@ -231,11 +231,18 @@ def _stand_by(
         calls.close()
 
 
-def _watch(coordinator: "Coordinator", signals: StopSignals, once: bool) -> int:
-    """Waits for the end: a signal, a failure, or that all jobs are done."""
+def _watch(
+    coordinator: "Coordinator", signals: StopSignals, once: bool, address_file: Path
+) -> int:
+    """Waits for the end: a signal, a failure, or that all jobs are done.
+
+    Touches the file meanwhile, by which `launch` sees that this process is not stopped.
+    """
     status = StatusLines(time.monotonic)
     while not signals.told:
         coordinator.watch()
+        if address_file.exists():  # you may have deleted it
+            os.utime(address_file)
         if (failure := coordinator.failure) is not None:
             raise ValueError(failure) if coordinator.must_fix else Unreachable(failure)
         if once and coordinator.is_over():
