@@ -122,12 +122,11 @@ def placed_like(array: jax.Array, sharding: Any) -> jax.Array:
     """Returns the array with this sharding; every process must call it."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
-    return _placing(sharding)(array)
+    return jax.jit(_same, out_shardings=sharding)(array)
 
 
-@functools.cache
-def _placing(sharding: Any) -> Any:
-    return jax.jit(lambda array: array, out_shardings=sharding)
+def _same(array: jax.Array) -> jax.Array:
+    return array
 
 
 def _by_device(array: jax.Array) -> Mapping[Any, jax.Array]:

@@ -10,6 +10,7 @@ from meshloom.service.blocks import hashing
 from meshloom.service.blocks.box import Box
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.learner.mover import Mover
+from meshloom.service.learner.shards import to_pieces
 from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel
 
@@ -76,7 +77,7 @@ def test_a_round_moves_the_parameters_once_each_way(service, processes):
     layout, mover, made = service
     hosts = shards(processes)
     for host in hosts:
-        mover.push(host, 0, 0, 0)
+        mover.push(to_pieces(layout, host, None), 0, 0, 0)
     moved(made)
     fragments = range(layout.num_fragments) if layout.num_fragments > 1 else [None]
     counted = np.zeros(2, int)
@@ -88,7 +89,8 @@ def test_a_round_moves_the_parameters_once_each_way(service, processes):
         ]
         elements = sum(slab.box.size for block in blocks for slab in block.slabs)
         key = 0, 1, 1 + (fragment or 0)
-        sent = sum(mover.push(host, *key, fragment) for host in hosts)
+        parts = [to_pieces(layout, host, fragment) for host in hosts]
+        sent = sum(mover.push(pieces, *key) for pieces in parts)
         buffers = [{k: np.empty_like(x) for k, x in host.items()} for host in hosts]
         received = sum(mover.pull(0, into, fragment) for into in buffers)
         # Contributions are float32; parameters have their own dtype.
