@@ -94,8 +94,8 @@ class Client:
         while not self._closed.wait(BEAT_SECONDS):
             try:
                 self._call("Alive", {}, 5.0)
-            except Refused as error:  # a later incarnation has taken our place
-                self.lost = error
+            except Refused as error:  # it counts as lost; joining again may help
+                self.lost = Unavailable(str(error))
                 return
             except Unavailable:
                 continue  # the next call that matters reports it

@@ -8,16 +8,17 @@ Every process of the learner must call the methods of an Exchange, in the same o
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..blocks.layout import Layout
 from ..rounds.policy import Policy
 from ..wire.codecs import PLAIN, Codec
-from ..wire.errors import Unavailable
+from ..wire.errors import Refused, Unavailable
 from .client import Client, in_all
 from .compression import Compressor
 from .merging import Merging, Parameters
@@ -171,7 +172,8 @@ class Exchange:
 
     def start(self, state: Any) -> Any:
         """Returns the state with all parameters of the version of this turn."""
-        fetched, self._pulled = self._merging.fetch(self.turn.version, None)
+        with _rejoining():
+            fetched, self._pulled = self._merging.fetch(self.turn.version, None)
         return self._merging.replace(state, fetched)
 
     def send_gradients(
@@ -263,7 +265,8 @@ class Exchange:
         pushed = pulled = 0
 
         def push() -> dict[str, Any]:
-            count = self._push(sent, before.round)
+            with _rejoining():
+                count = self._push(sent, before.round)
             return {"bytes": count, "pulled": self._pulled}
 
         def contribute(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -276,7 +279,8 @@ class Exchange:
         turn = self._wait_for_turn(before.round)
         if not turn.is_done and turn.round != before.round + 1:
             fragment = None  # it continues elsewhere, from a whole version
-        fetched, self._pulled = self._merging.fetch(turn.version, fragment)
+        with _rejoining():
+            fetched, self._pulled = self._merging.fetch(turn.version, fragment)
         seconds = time.monotonic() - began
         return Outcome(turn, fetched, fragment, pushed, pulled, seconds)
 
@@ -312,3 +316,15 @@ class Exchange:
         assert self._mover is not None
         learner = self._client.learner
         return self._mover.push(sent, learner, self._incarnation, round)
+
+
+@contextlib.contextmanager
+def _rejoining() -> Iterator[None]:
+    """What servers refuse in a round, such as a version that is gone, is not for users.
+
+    It happens to a learner that stood still while the others went on.
+    """
+    try:
+        yield
+    except Refused as error:
+        raise Unavailable(f"this learner must join again: {error}") from error

@@ -9,13 +9,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 from etcd_cluster import etcd_cluster
-from test_serve import LIMIT, SERVE, Learner, Service, spec, wait
+from services import LIMIT, Learner, Service, spec, wait
 
 from meshloom.service.wire.calls import Channel
 from meshloom.service.wire.coordinators import reach
@@ -28,6 +29,7 @@ NUM_ROUNDS = 8
 LEASE = 3  # seconds
 FLAGS = ("--role", "coordinator", "--servers", "1", "--save-every", "100")
 
+MAIN = "import sys; from meshloom.trainer import cli; sys.exit(cli.main(sys.argv[1:]))"
 # Ends or stops its own process before or after the commit of a version is written.
 # A blind one does not notice that it was deposed, so that only fences are left.
 MORTAL = """
@@ -68,10 +70,8 @@ class House(Service):
         flags = (*FLAGS, *self.store)
         if number < len(self.addresses):
             flags += ("--bind", self.addresses[number])
-        command, env = list(SERVE), {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if fate:
-            command[2] = MORTAL + command[2]
-            env["FATE"] = fate
+        command = [sys.executable, "-c", (MORTAL if fate else "") + MAIN, "serve"]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "FATE": fate}
         home, log = self.folder / "service", self.folder / f"output-{number}"
         home.mkdir(exist_ok=True)
         with open(log, "ab") as output:
