@@ -8,6 +8,7 @@ the next process that opens the file finds no key that was bound to one.
 
 import collections
 import fcntl
+import logging
 import math
 import sqlite3
 import threading
@@ -33,6 +34,7 @@ ON CONFLICT (key) DO UPDATE
 SET value = excluded.value, modified = excluded.modified, lease = excluded.lease
 """
 AFTER_ALL = "\U0010ffff"  # sorts after every character that a key has
+_LOG = logging.getLogger(__name__)
 REMEMBERED = 1024  # changes, for `watch`
 
 
@@ -125,14 +127,15 @@ class SqliteStore:
 
     def revoke(self, lease: int) -> None:
         """Deletes the keys of a lease."""
-        with self._changed:
-            query = "SELECT key FROM items WHERE lease = ?"
-            try:
+        try:
+            with self._changed:
+                query = "SELECT key FROM items WHERE lease = ?"
                 rows = self._connection.execute(query, (lease,)).fetchall()
-            except sqlite3.ProgrammingError:
-                return  # closed: the keys are gone for whoever opens it next
-        if rows:
-            self.transact([], [Delete(key) for (key,) in rows])
+            if rows:
+                self.transact([], [Delete(key) for (key,) in rows])
+        except (sqlite3.ProgrammingError, sqlite3.OperationalError) as error:
+            # Closed, or the disk is full: whoever opens it next deletes them first.
+            _LOG.debug("%s: lease %d was not ended: %s", self.name, lease, error)
 
     def _holds(self, condition: Condition) -> bool:
         key = condition.key

@@ -224,10 +224,13 @@ def test_killed_around_a_commit_with_etcd_that_loses_a_member(make_house, tmp_pa
         )
         house.serve()
         learners = [Patient(house, index) for index in range(2)]
-        seconds = [
-            after(first, lambda: etcd.kill(0), lambda: house.coordinate(0)),
-            after(second),
-        ]
+
+        def restart() -> None:
+            etcd.kill(0)
+            wait(lambda: "leads, term 2" in house.said(1))  # not this one again
+            house.coordinate(0)
+
+        seconds = [after(first, restart), after(second)]
         for learner in learners:
             learner.join()
         play(learners)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from test_jobs import ends
 from tiny_runs import COMMAND
 
 from meshloom.launch.fleet_status import last_commit
+from meshloom.service.coordinator.log import Log
 from meshloom.trainer.record import metrics
 from meshloom.trainer.record.ledger import Ledger
 
@@ -69,10 +69,10 @@ def finish(process: subprocess.Popen, folder: Path) -> None:
 def num_busy_servers(folder: Path) -> int:
     """Returns how many servers had blocks of the job; a small model may idle some."""
     (file,) = folder.glob("run/**/coordinator.db")
-    with contextlib.closing(sqlite3.connect(file)) as connection:
-        query = "SELECT body FROM entries WHERE kind = 'spec'"
-        (body,) = connection.execute(query).fetchone()
-    return len(json.loads(body)["servers"])
+    with contextlib.closing(Log.embedded(file)) as log:
+        (job,) = log.jobs()
+        specs = [entry.body for entry in log.read(job) if entry.kind == "spec"]
+    return len(specs[0]["servers"])
 
 
 def losses(folder: Path) -> np.ndarray:
