@@ -50,7 +50,8 @@ class Evaluations:
             return
         self._newest = _local_step(row)
         loss = _loss(row)
-        if self._rule is not None and loss is not None:
+        # Learners evaluate the final parameters too: the reason stays what it was.
+        if self._rule is not None and loss is not None and self.reason is None:
             self._plateau = self._plateau.evaluated(
                 self._newest, loss, self._rule.min_change
             )

@@ -97,6 +97,14 @@ def test_it_ends_at_the_version_that_was_evaluated(make_house, killed):
     assert "log of evaluation+event" in " ".join(house.fate.passed)
     assert (kinds.count("evaluation"), kinds.count("finished")) == (4, 1)
     assert f"run: done at version 4: {REASON}" in house.said
+    # It stays so, also if the final parameters are evaluated and all is started anew.
+    row = {"step": 4, "local_step": 5, "loss": LOSSES[4]}
+    house.ask("report", row=row)
+    for server in house.servers:
+        server.lose()
+    house.start()
+    house.ask("save_now")
+    assert json.loads((house.folder / "run" / "final.json").read_text()) == final
     # Who joins a job that was stopped is told so.
     late = house.ask("join", learner=1, owner="me1")["incarnation"]
     place = house.next(1, late, 0)
