@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from launched import default_signals, ending, wait_until
 from slurm_cluster import slurm_cluster
 from test_jobs import ends
-from tiny_runs import COMMAND
+from tiny_runs import COMMAND, command
 from two_hosts import ssh_daemon, two_hosts
 
 from meshloom.launch.fleet_status import last_commit
@@ -71,11 +72,14 @@ class RealFleet:
 
 
 @pytest.fixture
-def fleet(tmp_path) -> Iterator[RealFleet]:
+def fleet(tmp_path, request) -> Iterator[RealFleet]:
+    """Args:
+    request: may have more flags of train.
+    """
     flags = ["--learners", "2", "--servers", "2", "--cpu-devices", "1"]
     flags += ["--save-commits", "20"]
     train = ["train", "--config", "drill", "--steps", str(NUM_STEPS)]
-    train += ["--workdir", str(tmp_path / "run")]
+    train += ["--workdir", str(tmp_path / "run"), *getattr(request, "param", [])]
     with open(tmp_path / "output", "wb") as output, default_signals():
         process = subprocess.Popen(
             [COMMAND, "launch", "local", *flags, "--", *train],
@@ -88,13 +92,13 @@ def fleet(tmp_path) -> Iterator[RealFleet]:
         yield RealFleet(tmp_path, process)
 
 
-def check_done(fleet: RealFleet) -> None:
+def check_done(fleet: RealFleet, steps: int = NUM_STEPS) -> None:
     assert fleet.status() == 0, fleet.text
     rows = metrics.read(fleet.run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert rows[-1]["loss"] < rows[0]["loss"]
     final = json.loads((fleet.run / "final.json").read_text())
-    assert final["version"] == NUM_STEPS
+    assert final["version"] == steps
 
 
 def test_a_learner_that_is_killed_comes_back_alone(fleet):
@@ -105,6 +109,39 @@ def test_a_learner_that_is_killed_comes_back_alone(fleet):
     (restart,) = [e for e in fleet.events("learners", "1") if e["event"] == "restart"]
     assert "was killed by signal 9 (SIGKILL)" in restart["reason"]
     assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
+
+
+SLOWLY = ["--steps", "160", "--set", "exchange.wait=0.2"]
+
+
+@pytest.mark.parametrize("fleet", [SLOWLY], indirect=True)
+def test_a_learner_that_stands_still_is_left_behind_and_comes_back(fleet):
+    """Longer than its lease; all others, the service too, only for a moment."""
+
+    def alone() -> bool:
+        return metrics.read(fleet.run / "metrics.jsonl")[-1]["learners"] == 1
+
+    fleet.until_commit(5)
+    moment = [fleet.pid_of(name) for name in (*SERVICE, "learner 0")]
+    sleeper = fleet.pid_of("learner 1")
+    for pid in (*moment, sleeper):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)
+    for pid in moment:
+        os.kill(pid, signal.SIGCONT)
+    fleet.until(alone)
+    os.kill(sleeper, signal.SIGCONT)
+    check_done(fleet, 160)
+    assert set(fleet.starts().values()) == {1}
+    assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
+    (restart,) = [e for e in fleet.events("learners", "1") if e["event"] == "restart"]
+    assert "exited with code 69" in restart["reason"]
+    rows = metrics.read(fleet.run / "commits.jsonl")
+    parts = [part for row in rows for part in row["contributions"]]
+    found = {(part["learner"], part["incarnation"]) for part in parts}
+    assert found == {(0, 1), (1, 1), (1, 2)}  # it waits for nobody, and comes back
+    replayed = command("rounds", "replay", str(fleet.run), timeout=SECONDS)
+    assert "are bit-equal" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_a_service_that_stands_still_as_a_whole_goes_on(service, seconds):
     assert "lost" not in service.output() and "left" not in service.output()
 
 
+@pytest.mark.slow  # tests/coordinator has it in virtual time
 def test_a_coordinator_that_was_paused_longer_than_a_lease_loses_nobody(service):
     """It heard nobody in that time, and knows it."""
     learners = begun(service)

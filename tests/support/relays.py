@@ -1,4 +1,4 @@
-"""TCP relays between a client and a server that count every byte, or hold it back."""
+"""TCP relays between a client and a server that count every byte."""
 
 import contextlib
 import select
@@ -20,22 +20,12 @@ class Relay:
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.up = self.down = 0
-        self._is_open = threading.Event()
-        self._is_open.set()
         self._is_closing = False
         self._threads = [threading.Thread(target=self._listen, daemon=True)]
         self._threads[0].start()
 
-    def cut(self) -> None:
-        """Lets nothing through any more, without a sign to either side."""
-        self._is_open.clear()
-
-    def mend(self) -> None:
-        self._is_open.set()
-
     def close(self) -> None:
         self._is_closing = True
-        self._is_open.set()
         for thread in self._threads:
             thread.join()
         self._listener.close()
@@ -50,13 +40,11 @@ class Relay:
             thread.start()
 
     def _relay(self, client: socket.socket) -> None:
-        self._is_open.wait()
         with client, contextlib.suppress(OSError):
             with socket.create_connection(self._target) as server:
                 while not self._is_closing:
                     for source in select.select([client, server], [], [], 0.05)[0]:
                         data = source.recv(1 << 20)
-                        self._is_open.wait()
                         if not data:
                             return
                         if source is client:
