@@ -45,6 +45,7 @@ def spec(job: str = "run", **changes):
         "update": {"kind": "outer"},
         "max_grad_norm": None,
         "skip_grad_norm": None,
+        "compression": {"push": "float32"},
         "config_digest": "c0ffee",
         "data": {},
         "version": metadata.version("meshloom"),
