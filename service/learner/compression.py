@@ -18,7 +18,7 @@ import numpy as np
 from ..blocks.box import Box
 from ..blocks.layout import Layout
 from ..blocks.pieces import pieces
-from ..wire.codecs import Codec
+from ..wire.codecs import PLAIN, Codec
 from ..wire.tensors import Packed
 from . import shards
 from .shards import Arrays, Host, Piece
@@ -116,6 +116,12 @@ class Compressor:
             data = self._codec.to_bytes([np.asarray(part) for part in parts])
             packed = Packed(self._codec, box.shape, data)
             yield Piece(block, slab, box.start, packed)
+
+
+def push_share(layout: Layout, codec: Codec) -> float:
+    """Returns the bytes of a contribution of one device, relative to float32."""
+    boxes = [slab.box for block in layout.blocks for slab in block.slabs]
+    return sum(map(codec.nbytes, boxes)) / sum(map(PLAIN.nbytes, boxes))
 
 
 def placed_like(array: jax.Array, sharding: Any) -> jax.Array:

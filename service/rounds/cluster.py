@@ -15,6 +15,8 @@ class Cluster:
       step_seconds: of each learner.
       jitter: standard deviation of the logarithm of a round's duration.
       param_bytes: of all parameters, as they are sent.
+      push_share: the size of what a learner sends, relative to these; less than 1 if
+        it is compressed.
       up, down: bytes a second on the link of a learner.
       latency: seconds a message takes.
       mean_uptime: seconds between failures of a learner; None: they never fail.
@@ -25,6 +27,7 @@ class Cluster:
     step_seconds: tuple[float, ...]
     jitter: float = 0.0
     param_bytes: int = 0
+    push_share: float = 1.0
     up: float = 1.25e8
     down: float = 1.25e8
     latency: float = 0.0
@@ -39,7 +42,7 @@ class Cluster:
         for name in ("up", "down", "restart_seconds", "lease_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("jitter", "param_bytes", "latency"):
+        for name in ("jitter", "param_bytes", "push_share", "latency"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.mean_uptime is not None and self.mean_uptime <= 0:

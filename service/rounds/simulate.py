@@ -70,6 +70,7 @@ class Simulation:
         self._first_done: float | None = None
         self._useful_steps = 0  # until then
         self._fragment_bytes = cluster.param_bytes / policy.fragments
+        self._push_bytes = self._fragment_bytes * cluster.push_share
         self._commits_of = {f: [] for f in range(policy.fragments)}
         self._commits: list[float] = []
         self._staleness: collections.Counter[int] = collections.Counter()
@@ -80,7 +81,7 @@ class Simulation:
         """Runs until the job is complete."""
         steps = self._policy.steps_before(self._num_rounds + 1)
         ideal = steps * max(self._cluster.step_seconds)
-        limit = HOPELESS * (ideal + self._transfer(self._cluster.up) * self._num_rounds)
+        limit = HOPELESS * (ideal + self._push_seconds() * self._num_rounds)
         for learner in self._learners:
             self._push(0.0, "join", learner)
         while not self._engine.is_done:
@@ -183,8 +184,8 @@ class Simulation:
         round = learner.release.round
         self._flush(learner, self._time)
         wait = self._policy.wait_seconds(self._cluster.seed, learner.index, round)
-        arrived = self._time + wait + self._transfer(self._cluster.up)
-        learner.bytes_up += self._fragment_bytes
+        arrived = self._time + wait + self._push_seconds()
+        learner.bytes_up += self._push_bytes
         learner.ahead = self._policy.delay if round < self._num_rounds else 0
         if self._work is not None:
             self._work.computed(learner.release, learner.ahead)
@@ -256,6 +257,9 @@ class Simulation:
         return learner.step_seconds * self._random.lognormvariate(
             0.0, self._cluster.jitter
         )
+
+    def _push_seconds(self) -> float:
+        return self._cluster.latency + self._push_bytes / self._cluster.up
 
     def _transfer(self, speed: float) -> float:
         return self._cluster.latency + self._fragment_bytes / speed

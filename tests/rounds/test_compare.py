@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from meshloom.service.learner.compression import push_share
 from meshloom.service.rounds.cluster import Cluster
 from meshloom.service.rounds.policy import PRESETS, Outer, Policy, make_policy
 from meshloom.service.rounds.simulate import simulate
@@ -66,6 +67,25 @@ def test_averaging_after_each_step_of_sgd_is_ordinary_training():
     config = dataclasses.replace(load(4), optimizer=Sgd(), max_grad_norm=None)
     policy = Policy(outer=Outer(learning_rate=1.0))
     assert_equal(train_in(config, policy), train_alone(config), 1e-5)
+
+
+def test_compressed_contributions():
+    """The losses of sync, in the bytes that the arithmetic says."""
+    exchange = files.load(["drill"], ['exchange.push="topk:0.1+int8"'], root=Config)
+    config = dataclasses.replace(load(12), exchange=exchange.config.exchange)
+    cluster = dataclasses.replace(CLUSTER, param_bytes=1000)
+    policies = {"sync": make_policy("sync")}
+    (dense,) = compare(load(12), policies, cluster, num_points=2)
+    (packed,) = compare(config, policies, cluster, num_points=2)
+    assert 0 < packed.distance < 1 and dense.distance == 0
+    assert packed.points[-1].loss < packed.points[0].loss
+    share = push_share(
+        Task(config, 2).make_layout(policies["sync"]), config.exchange.codec
+    )
+    assert 0.075 < share < 0.08
+    up = [learner.bytes_up for learner in packed.outcome.learners]
+    np.testing.assert_allclose(up, 12 * 1000 * share)
+    assert dense.outcome.learners[0].bytes_up == 12 * 1000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ keys of a model (dropout) are those of the first rows for all of them.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,13 @@ import numpy as np
 from ...service.blocks.box import Box
 from ...service.blocks.layout import Layout, make_layout
 from ...service.learner import shards
+from ...service.learner.compression import Compressor, push_share
 from ...service.rounds.cluster import Cluster, Outcome
 from ...service.rounds.events import Commit, Release
 from ...service.rounds.policy import Policy
 from ...service.rounds.simulate import simulate
 from ...service.server.store import BlockStore
+from ...service.wire.codecs import PLAIN, Codec
 from ...sharding import MeshSpec, parse_plan
 from ..data.batches import SAMPLE_IDS, Batches, Share
 from ..data.shuffle import Order
@@ -171,16 +173,23 @@ class Replica:
     base: list[np.ndarray]  # what the servers had when each fragment was read
     opt_state: Any
     done: int = 0  # steps of the current round
-    payload: list[np.ndarray] = dataclasses.field(default_factory=list)
+    sent: list[shards.Piece] = dataclasses.field(default_factory=list)
     weight: float = 0.0
 
 
 class Training:
     """The `Work` of a simulation: one mode with real numerics."""
 
-    def __init__(self, task: Task, policy: Policy, num_points: int):
+    def __init__(
+        self, task: Task, policy: Policy, num_points: int, codec: Codec = PLAIN
+    ):
+        """Args:
+        codec: how learners pack what they send.
+        """
         self._task, self._policy = task, policy
         self._layout = task.make_layout(policy)
+        self._compressor = Compressor(codec, self._layout)
+        self._residuals: dict[int, shards.Arrays] = {}
         config = SimpleNamespace(
             exchange=SimpleNamespace(policy=policy),
             optimizer=task.config.optimizer,
@@ -192,10 +201,12 @@ class Training:
             "policy": policy.to_json(),
             "layout": self._layout.to_json(),
             "update": update_spec(config),
+            "compression": {"push": str(codec)},
         }
         self._store = BlockStore(spec, make_update=make_update)
         leaves = [np.array(x) for x in jax.tree.leaves(task.initial.params)]
-        self._stage((0, 1, 0), leaves, None)
+        plain = Compressor(PLAIN, self._layout)
+        self._stage((0, 1, 0), plain.contribution(_arrays(leaves))[0])
         self._replicas: dict[int, Replica] = {}
         self._bases: dict[tuple[int, int, int], int] = {}
         self._reading: dict[int, int] = {}  # the version that each learner began with
@@ -229,12 +240,12 @@ class Training:
         first = policy.steps_before(release.round)
         last = policy.steps_before(release.round + 1)
         if policy.outer is None:
-            self._gradients(release.learner, replica, first)
+            self._gradients(release, replica, first)
             return
         replica.weight = 0.0
         self._local_steps(release.learner, replica, first + replica.done, last)
         pairs = zip(replica.base, replica.leaves, strict=True)
-        replica.payload = [base - now for base, now in pairs]
+        self._send(release, replica, [base - now for base, now in pairs])
         # Steps that were done ahead have the weight of the others.
         replica.weight *= (last - first) / max(last - first - replica.done, 1)
         weight = replica.weight
@@ -244,7 +255,7 @@ class Training:
     def arrived(self, release: Release) -> float:
         replica = self._replicas[release.learner]
         key = release.learner, release.incarnation, release.round
-        self._stage(key, replica.payload, self._policy.fragment_of(release.round))
+        self._stage(key, replica.sent)
         self._bases[key] = release.version
         return replica.weight
 
@@ -289,12 +300,23 @@ class Training:
         loss = self._task.loss(self.shared())
         self.points.append(Point(self._samples, time, loss))
 
-    def _gradients(self, learner: int, replica: Replica, step: int) -> None:
+    def _gradients(self, release: Release, replica: Replica, step: int) -> None:
         state = self._state(replica, step)
-        batch = self._task.batch(step, learner)
+        batch = self._task.batch(step, release.learner)
         found = self._task.program.gradients(state, batch)
-        replica.payload = [np.asarray(x) for x in jax.tree.leaves(found.params)]
+        self._send(release, replica, jax.tree.leaves(found.params))
         replica.weight = float(found.sums["weight"])
+
+    def _send(self, release: Release, replica: Replica, leaves: Sequence[Any]) -> None:
+        """Packs what a learner sends, as it does on its devices."""
+        arrays, learner = _arrays(leaves), release.learner
+        residual: shards.Arrays = {}
+        if self._compressor.has_residual:
+            zeros = {i: jnp.zeros(x.shape, jnp.float32) for i, x in arrays.items()}
+            residual = self._residuals.get(learner, zeros)
+        replica.sent, self._residuals[learner] = self._compressor.contribution(
+            arrays, self._policy.fragment_of(release.round), residual=residual
+        )
 
     def _local_steps(self, learner: int, replica: Replica, start: int, stop: int):
         if stop == start:
@@ -315,17 +337,10 @@ class Training:
             opt_state=replica.opt_state,
         )
 
-    def _stage(
-        self, key: tuple[int, int, int], leaves: list[np.ndarray], fragment: int | None
-    ):
-        host = {
-            (i, Box.whole(x.shape)): np.asarray(x, np.float32)
-            for i, x in enumerate(leaves)
-        }
-        for piece in shards.to_pieces(self._layout, host, fragment):
-            self._store.stage(
-                *key, piece.block, piece.slab, piece.start, piece.unpacked()
-            )
+    def _stage(self, key: tuple[int, int, int], sent: Sequence[shards.Piece]) -> None:
+        for piece in sent:
+            array = piece.unpacked()
+            self._store.stage(*key, piece.block, piece.slab, piece.start, array)
 
 
 def compare(
@@ -338,22 +353,31 @@ def compare(
     """Trains in every mode with the same samples; sync is trained in any case.
 
     Args:
-      config: of a run; `num_steps` is the number of local steps of each learner.
+      config: of a run; `num_steps` is the number of local steps of each learner, and
+        its exchange says how they compress what they send; the sync that others are
+        compared with does not.
       cluster: learners and links. Its `param_bytes` says what is simulated, which
         need not be the size of the model.
     """
     task = Task(config, len(cluster.step_seconds))
     num_steps: int = config.num_steps
     rounds = {mode: p.num_rounds(num_steps) for mode, p in policies.items()}
-    runs = {}
-    for mode in [REFERENCE, *(m for m in policies if m != REFERENCE)]:
-        policy = policies.get(mode) or Policy()
-        training = Training(task, policy, num_points)
-        num_rounds = rounds.get(mode, num_steps)
-        outcome = simulate(policy, cluster, num_rounds, work=training)
+    codec: Codec = config.exchange.codec
+
+    def run(policy: Policy, num_rounds: int, codec: Codec) -> tuple:
+        training = Training(task, policy, num_points, codec)
+        share = push_share(task.make_layout(policy), codec)
+        links = dataclasses.replace(cluster, push_share=share)
+        outcome = simulate(policy, links, num_rounds, work=training)
         training.note(outcome.seconds)
-        runs[mode] = training.points, outcome, _flat(training.shared())
-    points, _, reference = runs[REFERENCE]
+        return training.points, outcome, _flat(training.shared())
+
+    runs = {}
+    if REFERENCE not in policies or not codec.is_plain:
+        runs[None] = run(Policy(), num_steps, PLAIN)
+    for mode, policy in policies.items():
+        runs[mode] = run(policy, rounds[mode], codec)
+    points, _, reference = runs.get(None) or runs[REFERENCE]
     target = TARGET * points[-1].loss
     results = []
     for mode in policies:
@@ -363,6 +387,10 @@ def compare(
         first = min(reached, default=None)
         results.append(Result(mode, tuple(points), outcome, float(distance), first))
     return results
+
+
+def _arrays(leaves: Sequence[Any]) -> dict[int, jax.Array]:
+    return {i: jnp.asarray(x, jnp.float32) for i, x in enumerate(leaves)}
 
 
 def _flat(leaves: list[np.ndarray]) -> np.ndarray:
