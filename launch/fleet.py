@@ -52,7 +52,7 @@ class FleetSettings:
     grace_seconds: float = 60.0
     spare_seconds: float = 5.0
     status_seconds: float = 30.0
-    silent_seconds: float = 30.0
+    silent_seconds: float = 20.0
     repeat_seconds: float = 1.0
     first_delay: float = 1.0
     longest_delay: float = 30.0

@@ -158,6 +158,16 @@ def test_a_service_that_loses_a_process_comes_back(role, restarted, fleet):
     assert {name for name, n in fleet.starts().items() if n == 2} == set(restarted)
 
 
+@pytest.mark.slow
+def test_a_coordinator_that_is_stopped_is_killed_and_comes_back(fleet):
+    fleet.until_commit(30)
+    os.kill(fleet.pid_of("coordinator"), signal.SIGSTOP)
+    check_done(fleet)
+    assert "coordinator gave no sign of life for 20 s; killing it" in fleet.text
+    assert {name for name, n in fleet.starts().items() if n == 2} == {"coordinator"}
+    assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
+
+
 def test_told_to_stop_everyone_saves(fleet):
     fleet.until_commit(5)
     fleet.process.send_signal(signal.SIGTERM)
