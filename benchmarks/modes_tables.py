@@ -8,6 +8,7 @@ import numpy as np
 from modes_cases import Case
 from modes_results import Result
 
+from meshloom.service.rounds.policy import PRESETS
 from meshloom.sharding.text import align, seconds_text
 from meshloom.trainer.verify.compare import REFERENCE, Point
 
@@ -24,10 +25,10 @@ class Curve:
 
 def by_mode(runs: Runs) -> dict[str, dict[int, tuple[Case, Result]]]:
     """Returns the runs of each mode by seed."""
-    found: dict[str, dict[int, tuple[Case, Result]]] = {}
+    found: dict[str, dict[int, tuple[Case, Result]]] = {mode: {} for mode in PRESETS}
     for case, result in runs:
-        found.setdefault(case.mode, {})[case.seed] = case, result
-    return found
+        found[case.mode][case.seed] = case, result
+    return {mode: seeds for mode, seeds in found.items() if seeds}
 
 
 def losses(runs: Runs) -> str:
@@ -40,7 +41,7 @@ def losses(runs: Runs) -> str:
     reference = {s: r.loss for s, (_, r) in modes.get(REFERENCE, {}).items()}
     samples = {s: r.samples for s, (_, r) in modes.get(REFERENCE, {}).items()}
     noise = max(reference.values()) - min(reference.values()) if reference else 0.0
-    head = "mode|steps|samples|of sync's|commits|dropped|staleness mean, max"
+    head = "mode|seeds|steps|samples|of sync's|commits|dropped|staleness mean, max"
     table = [
         [*head.split("|"), "held-out loss", "over seeds", "above sync", "within noise"]
     ]
@@ -55,6 +56,7 @@ def losses(runs: Runs) -> str:
         table.append(
             [
                 mode,
+                str(len(results)),
                 str(cases[0].steps),
                 f"{statistics.mean(r.samples for r in results):.0f}",
                 f"{100 * statistics.mean(shares):.1f} %" if shares else "-",
