@@ -28,6 +28,10 @@ class Size:
 SIZES = {
     "default": Size(96, ("data.length=128",)),
     "drill": Size(192),
+    # The presets' own local steps, and no early end.
+    "digits": Size(
+        192, ("stop_patience=0", "stop_min_change=0.0", "exchange.local_steps=None")
+    ),
 }
 
 
