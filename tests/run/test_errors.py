@@ -246,7 +246,7 @@ def test_bad_data(run, corpora, capfd, what):
         (
             "folder/mine.gin",
             "config 'folder/mine.gin' is neither a file nor a shipped config; expected "
-            "one of: default, drill, gpt2_124m,",
+            "one of: default, digits, drill,",
         ),
     ],
 )
