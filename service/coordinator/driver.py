@@ -139,26 +139,28 @@ class Driver:
 
     def _take(self) -> list[Request | None]:
         """Waits for a request; returns all that are there."""
-        taken: list[Request | None] = []
         deadline = self.job.engine.deadline
         seconds = POLL_SECONDS
         if deadline is not None:
             seconds = min(seconds, max(0.0, deadline - self.job.now()))
         try:
-            taken.append(self._requests.get(timeout=seconds))
-            while True:
-                taken.append(self._requests.get_nowait())
+            first = self._requests.get(timeout=seconds)
         except queue.Empty:
-            return taken
+            return []
+        return [first, *self._waiting()]
+
+    def _waiting(self) -> list[Request | None]:
+        """Takes all requests that are there already."""
+        taken: list[Request | None] = []
+        while True:
+            try:
+                taken.append(self._requests.get_nowait())
+            except queue.Empty:
+                return taken
 
     def _refuse(self, pending: list[Request]) -> None:
         """Answers what will not be done any more."""
-        try:
-            while True:
-                request = self._requests.get_nowait()
-                pending.extend([request] if request is not None else [])
-        except queue.Empty:
-            pass
+        pending.extend(request for request in self._waiting() if request is not None)
         reason = self.job.board.failure or "the service has stopped"
         for request in pending:
             if not request.answer.done():
