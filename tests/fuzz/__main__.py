@@ -9,6 +9,7 @@ import collections
 import json
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,8 @@ def main() -> int:
         return 0
     if args.case is not None:
         return run_one(Case.from_json(args.case), args.limit, joined=args.process)
+    # As Ctrl-C, so that the worker is ended too; hypothesis keeps SystemExit to itself.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     seed = random.randrange(2**32) if args.seed is None else args.seed
     fuzz = Fuzz(args.limit, time.monotonic() + 60 * args.minutes)
     return fuzz.run(seed, always=args.processes)
