@@ -3,11 +3,10 @@
 import os
 import pathlib
 
-# Compiling takes most of the time of the tests, running little. Before jax is imported,
-# and for the processes that tests start too.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-)
+from compiling import FLAGS
+
+# Before jax is imported, and for the processes that tests start too.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from compiling import FLAGS
 from fuzz_cases import Case
 
 FOLDER = Path(__file__).parent
@@ -103,8 +104,7 @@ def serve() -> None:
 
 def set_up(num_devices: int) -> None:
     """What jax needs to be told before it starts."""
-    flags = "--xla_backend_optimization_level=0"  # most of the time goes to compiling
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
     # A thread for each collective that a device waits in, as the command line has it.
     os.environ["NPROC"] = str(max(4 * num_devices, os.cpu_count() or 1))
     import jax

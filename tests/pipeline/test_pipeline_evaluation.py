@@ -1,6 +1,7 @@
 """Padded evaluation in a pipeline equals that on one device."""
 
 import dataclasses
+import functools
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from meshloom.trainer.run.prepare import prepare
 pytestmark = pytest.mark.compiles_anew
 
 
+@functools.cache
 def figures(mesh: str, num_devices: int) -> dict[str, float]:
     config = config_files.load([TINY], root=train.Config).config
     source = dataclasses.replace(config.data, num_eval_examples=37)  # 2 1/3 batches

@@ -63,9 +63,20 @@ def prepare(mesh, schedule="1f1b", num=None, config=CONFIG, **settings):
 
 
 @functools.cache
+def alone(batch_size=16, optimizer=CONFIG.optimizer, num=None):
+    """Prepared on one device, once for the tests of this file."""
+    return short_runs.prepare(
+        CONFIG,
+        "data=1",
+        batch_size=batch_size,
+        optimizer=optimizer,
+        num_microbatches=num,
+    )
+
+
+@functools.cache
 def reference(batch_size: int):
-    config = dataclasses.replace(CONFIG, batch_size=batch_size)
-    prepared = short_runs.prepare(config, "data=1")
+    prepared = alone(batch_size)
     return short_runs.run(prepared, prepared.compile())
 
 
@@ -115,8 +126,8 @@ def test_remat_and_gather_do_not_change_training(remat, gather):
 
 def test_evaluation_in_a_pipeline_is_the_same():
     result = {}
-    for mesh, schedule in [("data=1", "1f1b"), ("pipe=2,data=2", "interleaved")]:
-        prepared = prepare(mesh, schedule)
+    staged = prepare("pipe=2,data=2", "interleaved")
+    for mesh, prepared in [("data=1", alone()), ("pipe=2,data=2", staged)]:
         state = prepared.layout.create(jax.random.key(0), prepared.mesh)
         rows = [prepared.train_data[i] for i in range(CONFIG.batch_size)]
         arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -139,9 +150,9 @@ OPTIMIZERS = {
 def test_a_state_on_disk_does_not_depend_on_the_pipeline(name, tmp_path):
     """Every array of the state, with layers in their natural order."""
     config = dataclasses.replace(CONFIG, optimizer=OPTIMIZERS[name])
-    states = {}
-    for mesh, schedule in [("data=1", "1f1b"), ("pipe=2,tensor=2", "interleaved")]:
-        prepared = prepare(mesh, schedule, 4, config)
+    states, plain = {}, alone(optimizer=config.optimizer, num=4)
+    piped = prepare("pipe=2,tensor=2", "interleaved", 4, config)
+    for mesh, prepared in [("data=1", plain), ("pipe=2,tensor=2", piped)]:
         order = prepared.layout.order
         assert (order is None) == (mesh == "data=1")
         _, _, state = short_runs.run(prepared, prepared.compile(), num_steps=3)
@@ -153,11 +164,10 @@ def test_a_state_on_disk_does_not_depend_on_the_pipeline(name, tmp_path):
             # Reordered twice each way by now, but compiled only once.
             compiled = prepared.layout._reorderings.values()
             assert [f._cache_size() for f in compiled] == [1, 1]  # type: ignore
-        saved = manager.Checkpoints(tmp_path / schedule)
+        saved = manager.Checkpoints(tmp_path / mesh)
         saved.save(3, state)
         saved.close()
-        plain = short_runs.prepare(config, "data=1")
-        again = manager.Checkpoints(tmp_path / schedule)
+        again = manager.Checkpoints(tmp_path / mesh)
         states[mesh] = again.restore(3, plain.layout, plain.mesh)[0]
         again.close()
     one, staged = (jax.device_get(s) for s in states.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 import short_runs
+from compiling import FLAGS
 from job_runs import CONFIG
 from paths import ROOT, SUPPORT
 
@@ -97,7 +98,7 @@ def test_what_processes_are(config_file, tmp_path):
     differs = start | {
         "PYTHONPATH": f"{odd}:{SUPPORT}",
         "EXTRA": "--set seed=7",
-        "XLA_FLAGS": "--xla_backend_optimization_level=1 --xla_dump_to=/tmp/nowhere",
+        "XLA_FLAGS": f"{FLAGS} --xla_backend_optimization_level=1 --xla_dump_to=/tmp/x",
         "JAX_NUM_CPU_DEVICES": "2",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     }

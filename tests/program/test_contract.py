@@ -6,6 +6,7 @@ they are computed from (seed, step, row) and (seed, sample, epoch) alone.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,18 @@ ODD = "fsdp=3,tensor=2"
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # a few sums of 24 rows a step, 8 steps
 
 
+@functools.cache
+def prepare(mesh, **changes):
+    """With the programs that were compiled for it, for the tests of this file."""
+    return short_runs.prepare(CONFIG, mesh, **changes)
+
+
+@functools.cache
 def trained(mesh, **changes):
-    """Returns (losses, last state on the host, shard shapes) after 8 steps."""
-    prepared = short_runs.prepare(CONFIG, mesh, **changes)
+    """Returns (losses, last state on the host) after 8 steps."""
+    prepared = prepare(mesh, **changes)
     _, losses, state = short_runs.run(prepared, prepared.program.step)
-    return losses, jax.device_get(state), prepared
+    return losses, jax.device_get(state)
 
 
 def assert_close(found, expected):
@@ -55,25 +63,16 @@ def assert_close(found, expected):
             np.testing.assert_allclose(a, b, **TOLERANCE)
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    return trained("data=1")
-
-
-@pytest.fixture(scope="module")
-def two_microbatches():
-    return trained("data=1", num_microbatches=2)
-
-
 @pytest.mark.parametrize("mesh", [ODD, "data=2,fsdp=2,tensor=2", "data=3"])
-def test_trains_alike_on_every_mesh(mesh, one_device):
-    assert_close(trained(mesh), one_device)
+def test_trains_alike_on_every_mesh(mesh):
+    assert_close(trained(mesh), trained("data=1"))
 
 
 @pytest.mark.parametrize("mesh", [ODD, "data=4"])
-def test_trains_alike_on_every_mesh_with_microbatches(mesh, two_microbatches):
+def test_trains_alike_on_every_mesh_with_microbatches(mesh):
     """Batch norm normalizes each microbatch, whose rows do not depend on the mesh."""
-    assert_close(trained(mesh, num_microbatches=2), two_microbatches)
+    expected = trained("data=1", num_microbatches=2)
+    assert_close(trained(mesh, num_microbatches=2), expected)
 
 
 @pytest.mark.parametrize(("mesh", "num"), [("data=1", 2), ("data=1", 4), (ODD, 2)])
@@ -86,8 +85,8 @@ def test_a_sum_over_examples_is_the_same_for_every_split(mesh, num):
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("mesh", ["data=1", ODD])
 def test_running_averages_are_those_of_the_global_batch(mesh, num):
-    prepared = short_runs.prepare(CONFIG, mesh, num_microbatches=num, num_steps=4)
-    *_, state = short_runs.run(prepared, prepared.program.step)
+    prepared = prepare(mesh, **({"num_microbatches": num} if num > 1 else {}))
+    *_, state = short_runs.run(prepared, prepared.program.step, num_steps=4)
     mean, variance = 0.0, 1.0
     batches = Batches(Rows().open("train"), Order(NUM_EXAMPLES, CONFIG.seed), BATCH)
     for step in range(4):
@@ -100,7 +99,7 @@ def test_running_averages_are_those_of_the_global_batch(mesh, num):
 
 
 def test_variables_are_sharded_by_the_rules():
-    prepared = short_runs.prepare(CONFIG, ODD)
+    prepared = prepare(ODD)
     state = prepared.layout.create(jax.random.key(0), prepared.mesh)
     batch = next(iter(batches_of(prepared)))
     state, _ = prepared.program.step(state, batch)
@@ -127,7 +126,7 @@ def batches_of(prepared, start=0, stop=1):
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_skipped_step_leaves_variables_alone(num):
-    prepared = short_runs.prepare(CONFIG, ODD, num_microbatches=num)
+    prepared = prepare(ODD, **({"num_microbatches": num} if num > 1 else {}))
     before = prepared.layout.create(jax.random.key(0), prepared.mesh)
     expected = jax.device_get(before)
     (batch,) = batches_of(prepared)
@@ -143,10 +142,10 @@ def test_a_skipped_step_leaves_variables_alone(num):
         np.testing.assert_array_equal(a, b)
 
 
-def test_evaluation_uses_running_averages_and_no_noise(one_device):
+def test_evaluation_uses_running_averages_and_no_noise():
     """Compared with a computation by hand on the held-out rows."""
-    _, state, prepared = one_device
-    data = prepared.held_out["eval"].data
+    _, state = trained("data=1")
+    data = prepare("data=1").held_out["eval"].data
     p, v = state.params, state.variables
     x = (data.x - v["input"]["mean"]) / np.sqrt(v["input"]["variance"] + 1e-3)
     x = (x @ p["up"] - v["hidden"]["mean"]) / np.sqrt(v["hidden"]["variance"] + 1e-3)
@@ -155,7 +154,7 @@ def test_evaluation_uses_running_averages_and_no_noise(one_device):
     rows = np.arange(BATCH)
     expected = -log_p[rows, data.labels[:BATCH]].sum()
     for mesh in ("data=1", ODD):
-        prepared = short_runs.prepare(CONFIG, mesh)
+        prepared = prepare(mesh)
         with device_batches(
             prepared.held_out["eval"].data,
             Order(NUM_EXAMPLES, shuffle=False),
@@ -318,17 +317,16 @@ def test_explain_shows_variables(tmp_path, capsys):
     assert found.split()[1:5] == ["24", "mlp", "(tensor)", "48"]
 
 
-def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path, one_device):
-    _, expected, _ = one_device
-    prepared = short_runs.prepare(CONFIG, ODD)
+def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
+    prepared = prepare(ODD)
     *_, state = short_runs.run(prepared, prepared.program.step)
     checkpoints = Checkpoints(tmp_path / "saved")
     checkpoints.save(8, state, {})
     checkpoints.wait()
-    other = short_runs.prepare(CONFIG, "data=2,tensor=2")
+    other = prepare("data=2,tensor=2")
     found, _ = checkpoints.restore(8, other.layout, other.mesh)
     checkpoints.close()
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
     assert found.variables["hidden"]["mean"].addressable_shards[0].data.shape == (12,)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.structure(found) == jax.tree.structure(trained("data=1")[1])
