@@ -1,18 +1,23 @@
 """Fault drills: a short form on real processes, and the comparison of runs."""
 
 import json
+import os
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from bigram import CONFIG
+from launch_job import ENV
 from tiny_runs import COMMAND, command, main, refused, sets_of, train
 
 from meshloom.trainer.record import ledger
 from meshloom.trainer.verify import drill, drill_faults, drill_job, soak
 
 SHORT = ["--steps", "60", "--save-every", "10"]
+# A model whose parameters are sharded across processes, and that compiles fast.
+QUICK = ["--config", CONFIG, "--mesh", "fsdp=-1"]
 
 
 @pytest.mark.processes
@@ -26,7 +31,7 @@ def test_a_short_drill(tmp_path):
     names = ["kill-first-before-commit", "sigstop", "torn-file"]
     names += ["connection-reset", "file-limit-of-one"]
     argv = ["drill", *SHORT, "--workdir", str(tmp_path / "drill"), "--faults", *names]
-    found = command(*argv, "--mesh", "fsdp=-1", timeout=400)
+    found = command(*argv, *QUICK, env=ENV, timeout=400)
     assert found.returncode == 0, found.stdout + found.stderr
     rows = [line.split() for line in found.stdout.splitlines()[-len(names) :]]
     for name, row in zip(names, rows, strict=True):
@@ -64,8 +69,8 @@ def test_a_short_soak(tmp_path):
 
 @pytest.mark.processes
 def test_a_drill_that_is_killed_leaves_nobody_behind(tmp_path):
-    argv = [COMMAND, "drill", *SHORT, "--workdir", str(tmp_path / "drill")]
-    process = subprocess.Popen(argv, start_new_session=True)
+    argv = [COMMAND, "drill", *SHORT, *QUICK, "--workdir", str(tmp_path / "drill")]
+    process = subprocess.Popen(argv, env=os.environ | ENV, start_new_session=True)
     file = tmp_path / "drill" / "reference" / "logs" / "supervisor.jsonl"
     deadline = time.monotonic() + 60
     try:

@@ -8,11 +8,11 @@ import json
 
 import pytest
 import yaml
-from tiny_runs import COMMAND, TINY
+from launch_job import ENV, check_same, train
+from tiny_runs import COMMAND
 from two_hosts import two_hosts
 
 from meshloom.trainer.cli import main
-from meshloom.trainer.record import metrics
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -29,11 +29,11 @@ def variables(container: dict, index: int) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_pods_join_and_train(tmp_path, capsys):
+def test_pods_join_and_train(tmp_path, capsys, uninterrupted):
     run = tmp_path / "run"
-    train = ["train", "--config", TINY, "--cpu-devices", "1", "--workdir", str(run)]
+    argv = train(run, "--cpu-devices", "1")
     flags = ["--name", "pods", "--image", "i", "--hosts", "2", "--no-network-policy"]
-    assert main(["launch", "k8s", *flags, "--", *train, "--steps", "2"]) == 0
+    assert main(["launch", "k8s", *flags, "--", *argv]) == 0
     jobset = yaml.safe_load(capsys.readouterr().out)
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
@@ -46,10 +46,10 @@ def test_pods_join_and_train(tmp_path, capsys):
                 known.write(f"{host.address} {name}\n")
         argv = [COMMAND, *container["args"]]
         pods = [
-            host.start(argv, logs[index], variables(container, index))
+            host.start(argv, logs[index], variables(container, index) | ENV)
             for index, host in enumerate(hosts)
         ]
         statuses = [pod.wait(200) for pod in pods]
     assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
     assert json.loads((run / "environment.json").read_text())["num_processes"] == 2
-    assert [row["step"] for row in metrics.read(run / "metrics.jsonl")] == [1, 2]
+    check_same(run, uninterrupted)

@@ -5,16 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
-from paths import SUPPORT
+from launch_job import ENV, NUM_STEPS, check_same, train
+from launched import losses
 from test_jobs import ends
-from tiny_runs import TINY, command, refused
+from tiny_runs import command, refused
 
 from meshloom.launch import flags, supervisor
 from meshloom.trainer import cli
 from meshloom.trainer.cli import main
 from meshloom.trainer.record import metrics
-
-NUM_STEPS = 24
 
 # The command line.
 
@@ -127,56 +126,39 @@ def test_the_flags_it_looks_for_are_those_of_train():
 # Real jobs.
 
 
-def train(folder: Path, mortal: int | None = None):
-    """A job of two processes, of which one may be killed; (what it said, losses)."""
-    config = folder / "mortal.gin"
-    config.write_text(
-        "from __gin__ import dynamic_registration\n"
-        "import mortal\n"
-        "from meshloom.trainer.run import train\n"
-        "train.Config.data = @mortal.Synthetic()\n"
-        "mortal.Synthetic:\n  vocab_size = 64\n  length = 16\n  num_examples = 512\n"
-        "  num_eval_examples = 64\n"
+@pytest.mark.processes
+def test_the_same_curve_as_one_process(uninterrupted, tmp_path):
+    """In this process, and sharded in another way."""
+    assert main(train(tmp_path / "run", "--mesh", "data=2,fsdp=4")) == 0
+    assert losses(uninterrupted) == pytest.approx(
+        losses(tmp_path / "run"), rel=1e-5, abs=0
     )
-    run = folder / "run"
-    env = {"PYTHONPATH": str(SUPPORT), "MORTAL_CHECKPOINTS": str(run / "checkpoints")}
-    if mortal is not None:
-        env["MORTAL"] = str(mortal)
+
+
+@pytest.mark.processes
+def test_a_job_that_loses_processes_ends_as_if_it_had_not(tmp_path, uninterrupted):
+    """Process 1 in the first attempt; process 0, which leads, in the second."""
+    run = tmp_path / "run"
+    env = {"MORTAL": "1,0", "MORTAL_CHECKPOINTS": str(run / "checkpoints")}
     found = command(
         *("launch", "local", "--processes", "2", "--cpu-devices", "1", "--"),
-        *("train", "--config", TINY, "--config", str(config), "--workdir", str(run)),
-        *("--steps", str(NUM_STEPS), "--set", "eval_batches=0"),
-        # Without a loop, so that the next start may load the compiled step.
-        *("--mesh", "fsdp=-1", "--set", "model.unroll=2"),
-        env=env,
+        *train(run),
+        env=ENV | env,
         timeout=270,
     )
     assert found.returncode == 0, found.stdout + found.stderr
+    for attempt, worker in ((1, 1), (2, 0)):
+        killed = f"attempt {attempt}: worker {worker} was killed by signal 9 (SIGKILL)"
+        assert killed in found.stderr
+    assert "done at attempt 3" in found.stderr
+    assert len(re.findall(r"^0 \| Resuming from step \d+$", found.stdout, re.M)) == 2
+    for program in ("digests", "train step"):
+        line = f"0 | Loaded from an earlier attempt: {program}\n"
+        assert found.stdout.count(line) == 2
     rows = metrics.read(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     lines = (run / "logs" / "supervisor.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     starts = [event for event in events if event["event"] == "start"]
     assert all(ends(pid) for event in starts for pid in event["pids"])
-    return found, [row["loss"] for row in rows]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> list[float]:
-    found, losses = train(tmp_path_factory.mktemp("uninterrupted"))
-    assert "done at attempt 1" in found.stderr
-    return losses
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_job_that_loses_a_process_ends_as_if_it_had_not(
-    worker, tmp_path, uninterrupted
-):
-    found, losses = train(tmp_path, mortal=worker)
-    killed = f"attempt 1: worker {worker} was killed by signal 9 (SIGKILL)"
-    assert killed in found.stderr and "done at attempt 2" in found.stderr
-    assert re.search(r"^0 \| Resuming from step \d+$", found.stdout, re.M)
-    for program in ("digests", "train step"):
-        assert f"0 | Loaded from an earlier attempt: {program}\n" in found.stdout
-    assert losses == uninterrupted
+    check_same(run, uninterrupted)

@@ -9,9 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import ending, losses, wait_until
+from launch_job import (
+    ENV,
+    NUM_STEPS,
+    SAVE_EVERY,
+    SLOWLY,
+    check_same,
+    train,
+)
+from launched import ending, losses, step_of, wait_until
 from test_jobs import ends, is_running
-from tiny_runs import COMMAND, TINY, command, refused
+from tiny_runs import COMMAND, command, refused
 
 from meshloom.launch import target
 from meshloom.launch.logs import Logs
@@ -19,8 +27,6 @@ from meshloom.launch.target import Attempt
 from meshloom.launch.targets import mpi
 from meshloom.trainer.cli import main
 
-NUM_STEPS = 20
-TRAIN = ("train", "--config", TINY, "--mesh", "data=2,fsdp=2")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -135,16 +141,8 @@ def test_bad_input(capfd, tmp_path):
 # Real jobs.
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory) -> list[float]:
-    run = tmp_path_factory.mktemp("one") / "run"
-    argv = [*TRAIN, "--steps", str(NUM_STEPS), "--cpu-devices", "4"]
-    found = command(*argv, "--workdir", str(run))
-    assert found.returncode == 0, found.stdout + found.stderr
-    return losses(run)
-
-
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -155,17 +153,13 @@ def one_process(tmp_path_factory) -> list[float]:
         "mpi --mpirun mpirun.mpich --processes 2 --cpu-devices 2",
     ],
 )
-def test_the_same_curve_as_one_process(launcher, one_process, tmp_path):
+def test_the_same_curve_on_a_mesh_of_two_axes(launcher, tmp_path, uninterrupted):
     run = tmp_path / "run"
-    found = command(
-        *("launch", *launcher.split(), "--", *TRAIN, "--steps", str(NUM_STEPS)),
-        *("--workdir", str(run)),
-        env=AS_ROOT,
-        timeout=250,
-    )
+    argv = ("launch", *launcher.split(), "--", *train(run, "--mesh", "data=2,fsdp=2"))
+    found = command(*argv, env=AS_ROOT | ENV, timeout=250)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert losses(run) == pytest.approx(one_process, rel=1e-5, abs=0)
-    assert len(one_process) == NUM_STEPS
+    assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5, abs=0)
+    assert len(losses(run)) == NUM_STEPS
     assert "mesh data=2, fsdp=2" in found.stdout
 
 
@@ -206,23 +200,22 @@ def test_a_killed_supervisor_leaves_nobody_behind(mpirun, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
-def test_told_to_stop_all_save_and_leave(mpirun, tmp_path):
+def test_told_to_stop_all_save_and_leave(mpirun, tmp_path, uninterrupted):
+    """Started again, it ends as the job that was launched on this machine."""
     assert shutil.which(mpirun)
     run, output = tmp_path / "run", tmp_path / "output"
+    argv = ["launch", "mpi", "--mpirun", mpirun, "--processes", "2"]
+    argv += ["--cpu-devices", "1", "--", *train(run)]
     with open(output, "wb") as file:
         job = subprocess.Popen(
-            [
-                *(COMMAND, "launch", "mpi", "--mpirun", mpirun, "--processes", "2"),
-                *("--cpu-devices", "1", "--", "train", "--config", TINY),
-                *("--steps", "1000000", "--workdir", str(run)),
-            ],
-            env={**os.environ, **AS_ROOT},
+            [COMMAND, *argv[:2], "--env", "MORTAL_SECONDS", *argv[2:]],
+            env={**os.environ, **AS_ROOT, **SLOWLY},
             stdout=file,
             stderr=file,
             start_new_session=True,
         )
     with ending(job):
-        wait_until(lambda: "step 4  held-out" in output.read_text(), job, output, 120)
+        wait_until(lambda: step_of(run) > SAVE_EVERY, job, output, 120)
         job.terminate()
         assert job.wait(60) == 75, output.read_text()
     steps = re.findall(r"(\d) \| .* saved at step (\d+)", output.read_text())
@@ -230,6 +223,10 @@ def test_told_to_stop_all_save_and_leave(mpirun, tmp_path):
     assert len({step for _, step in steps}) == 1
     assert main(["ledger", "audit", str(run)]) == 0
     assert _left(run) == []
+    found = command(*argv, env=AS_ROOT | ENV, timeout=250)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert f"0 | Resuming from step {steps[0][1]}\n" in found.stdout
+    check_same(run, uninterrupted)
 
 
 def _left(run: Path) -> list[str]:

@@ -7,18 +7,13 @@ import sys
 import time
 
 import pytest
-from launched import ending, losses, step_of, wait_until
+from launch_job import SLOWLY, check_same, train
+from launched import ending, step_of, wait_until
 from slurm_cluster import slurm_cluster
-from tiny_runs import COMMAND, command, refused
+from tiny_runs import COMMAND, refused
 from two_hosts import two_hosts
 
 from meshloom.trainer.cli import main
-
-NUM_STEPS = 30
-TRAIN = (
-    *("train", "--steps", str(NUM_STEPS), "--set", "eval_batches=0"),
-    *("--set", "save_every=5", "--set", "sample_prompt=None", "--mesh", "fsdp=2"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +117,7 @@ def test_without_slurm(capfd, monkeypatch, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
+def test_two_nodes_that_are_signalled_and_requeued(tmp_path, uninterrupted):
     run, output = tmp_path / "run", tmp_path / "output"
 
     def starts() -> list[dict]:
@@ -153,10 +148,10 @@ def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
         job = a.start(
             [
                 *(COMMAND, "launch", "slurm", "--nodes", "2", "--cpu-devices", "1"),
-                *("--grace-seconds", "25", "--", *TRAIN, "--workdir", str(run)),
+                *("--grace-seconds", "25", "--", *train(run)),
             ],
             output,
-            env,
+            {**env, **SLOWLY},
         )
         with ending(job):
             wait_until(past(5, 1), job, output, 180)
@@ -178,18 +173,4 @@ def test_two_nodes_that_are_signalled_and_requeued(tmp_path):
     # Every stop was a save, and nothing was computed twice.
     rows = [json.loads(row) for row in (run / "ledger.jsonl").read_text().splitlines()]
     assert len([row for row in rows if row["event"] == "preempted"]) == 3
-    assert main(["ledger", "audit", str(run)]) == 0
-    whole = tmp_path / "whole"
-    found = command(
-        *("launch", "local", "--processes", "2", "--cpu-devices", "1", "--"),
-        *(*TRAIN, "--workdir", str(whole)),
-        timeout=270,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert losses(run) == losses(whole) and len(losses(run)) == NUM_STEPS
-    alone = tmp_path / "alone"
-    found = command(*TRAIN, "--cpu-devices", "2", "--workdir", str(alone), timeout=270)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-5, abs=0)
-    last = str(run / "checkpoints" / str(NUM_STEPS))
-    assert main(["ckpt", "diff", last, last.replace("/run/", "/whole/")]) == 0
+    check_same(run, uninterrupted)

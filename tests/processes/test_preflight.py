@@ -1,6 +1,5 @@
 """Before the first step, a table names whatever differs between processes."""
 
-import json
 import re
 import shutil
 import socket
@@ -16,7 +15,6 @@ from paths import ROOT, SUPPORT
 
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.job import preflight, preflight_table
-from meshloom.trainer.record import metrics
 from meshloom.trainer.run import train as train_lib
 
 HERE = socket.gethostname()
@@ -172,32 +170,6 @@ def test_a_run_folder_that_only_looks_alike(config_file, tmp_path):
     assert list(table) == ["folder: run folder"]
     assert "process 0's file is not in it" in " ".join(table["folder: run folder"])
     assert [path.name for path in (tmp_path / "a" / "w").iterdir()] == [".lock"]
-
-
-@pytest.mark.processes
-def test_processes_that_are_alike(config_file, tmp_path):
-    start = {"START": str(write_text(tmp_path))}
-    work = tmp_path / "w"
-    found = train(config_file, [start, start], "--workdir", str(work))
-    assert [process.status for process in found] == [0, 0], found
-    record = json.loads((work / "preflight.json").read_text())
-    first, second = record["processes"]
-    assert first.pop("clock") == pytest.approx(second.pop("clock"), abs=1)
-    assert first == second
-    assert first["host"] == HERE and len(first["step"]["program"]) == 64
-    assert len(first["config"]) == len(first["code"]) == 64
-    assert first["data"]["train source"] == "Text"
-    assert "environ" not in (work / "preflight.json").read_text()
-    events = [row for row in metrics.read(work / "ledger.jsonl")]
-    (event,) = (row for row in events if row["event"] == "preflight")
-    assert event["hosts"] == [HERE, HERE]
-    assert event["seconds"] == record["seconds"] < 1
-    assert not list(work.glob(".preflight*"))
-    network = json.loads((work / "network.json").read_text())
-    assert network["mesh"] == {"data": 2} and network["hosts"] == [HERE, HERE]
-    assert {figure["processes"] for figure in network["figures"]} == {2}
-    assert "Network by mesh axis:\naxis " in found[0].stdout
-    assert "Network by" not in found[1].stdout
 
 
 @pytest.mark.processes

@@ -28,6 +28,7 @@ from job_runs import (
     start,
     write_config,
 )
+from launch_job import ENV, train
 
 from meshloom.launch.exit_codes import UNREACHABLE
 from meshloom.trainer import data
@@ -38,13 +39,19 @@ pytestmark = pytest.mark.processes
 # Devices are laid out process by process and the last axis varies fastest.
 LAYOUTS = {
     "one": Layout(1, 1, "data=1", [ROWS], 1),
-    "data-across": Layout(2, 4, "data=2,fsdp=2,tensor=2", HALVES, 4),
+    "data-across": Layout(
+        2, 4, "data=2,fsdp=2,tensor=2", HALVES, 4, ("probe_network=None",)
+    ),
     "tensor-across": Layout(2, 4, "tensor=8", [ROWS, ROWS], 8, TRAIN_ONLY),
     "both-across": Layout(
         4, 2, "fsdp=2,tensor=4", [HALVES[0]] * 2 + [HALVES[1]] * 2, 8, TRAIN_ONLY
     ),
 }
-SEVERAL = [name for name in LAYOUTS if name != "one"]
+# The last one also has tensor across processes.
+SLOW = {"tensor-across"}
+NAMES = [
+    n if n not in SLOW else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ GLOO = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_the_same_losses_and_the_same_start(name, run_of):
     run, one = run_of(name), run_of("one")
     # Sums in another order differ in the last bits, which 20 steps may amplify.
@@ -83,7 +90,7 @@ def _num_examples(config_file: Path) -> int:
     return len(data.Text(path=folder, length=LENGTH, holdout=0.3).open("train"))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_process_reads_its_rows_and_no_others(name, run_of, config_file):
     run = run_of(name)
     order = data.Order(_num_examples(config_file), 0)
@@ -96,7 +103,7 @@ def test_a_process_reads_its_rows_and_no_others(name, run_of, config_file):
         assert found == expected
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_arrays_are_cut_as_planned_in_every_process(name, run_of):
     run = run_of(name)
     plan = json.loads((run.workdir / "sharding.json").read_text())
@@ -155,6 +162,32 @@ def test_evaluation_and_sampling_take_all_processes(run_of):
     assert not set(read[0]) & set(read[1])
     text = (run.workdir / "sample.txt").read_text()
     assert text.startswith("def ") and text == (one.workdir / "sample.txt").read_text()
+
+
+def test_processes_that_are_alike(run_of):
+    """What they have compared, and the network that they have measured."""
+    run = run_of("data-across")
+    here, work = socket.gethostname(), run.workdir
+    record = json.loads((work / "preflight.json").read_text())
+    first, second = record["processes"]
+    assert first.pop("clock") == pytest.approx(second.pop("clock"), abs=1)
+    assert first == second
+    assert first["host"] == here and len(first["step"]["program"]) == 64
+    assert len(first["config"]) == len(first["code"]) == 64
+    assert first["data"]["train source"] == "Text"
+    assert "environ" not in (work / "preflight.json").read_text()
+    events = [row for row in metrics.read(work / "ledger.jsonl")]
+    (event,) = (row for row in events if row["event"] == "preflight")
+    assert event["hosts"] == [here, here]
+    assert event["seconds"] == record["seconds"] < 1
+    assert not list(work.glob(".preflight*"))
+    network = json.loads((work / "network.json").read_text())
+    assert network["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert network["hosts"] == [here, here]
+    spanned = {figure["axis"]: figure["processes"] for figure in network["figures"]}
+    assert spanned == {"data": 2, "fsdp": 1, "tensor": 1}
+    assert "Network by mesh axis:\naxis " in run.processes[0].stdout
+    assert "Network by" not in run.processes[1].stdout
 
 
 def interrupted(run: Run, workdir: Path) -> Path:
@@ -231,10 +264,10 @@ def test_what_stops_one_process_stops_all(config_file, tmp_path):
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
-def test_an_error_in_one_process_ends_the_job(config_file, tmp_path):
-    settings = (*TRAIN_ONLY, "data.broken_in=1")
-    layout = Layout(2, 1, "data=2", HALVES, 1, settings)
-    first, second = start(layout, config_file, tmp_path / "work").processes
+def test_an_error_in_one_process_ends_the_job(tmp_path):
+    argv = [sys.executable, "-m", "meshloom.trainer.cli", *train(tmp_path / "work")]
+    argv += ["--cpu-devices", "1"]
+    first, second = jobs.run_job(2, 1, argv, 240, env=ENV | {"MORTAL_BROKEN": "1"})
     assert second.stderr.startswith("meshloom: disk: Input/output error. This may be ")
     assert second.status == UNREACHABLE
     assert first.status not in (0, 2), first  # its collective has lost its peer

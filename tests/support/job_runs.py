@@ -42,6 +42,8 @@ train.Config:
   save_every = 10
   sample_prompt = "def "
   sample_tokens = 8
+  check_replicas_every = 0  # test_replica_check looks at several processes
+  probe_network = False
 
 transformer.Config:
   vocab_size = 257

@@ -5,10 +5,8 @@ writes into the folder RECORDING_FOLDER, into files that carry its number.
 """
 
 import dataclasses
-import errno
 import functools
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -28,10 +26,9 @@ def folder() -> Path:
 class Recorded:
     """A dataset that notes in a file which examples it was asked for."""
 
-    def __init__(self, dataset: data.Dataset, file: Path, num_readable: float):
+    def __init__(self, dataset: data.Dataset, file: Path):
         self._dataset = dataset
         self._file = file
-        self._num_readable = num_readable
 
     def __getattr__(self, name):
         return getattr(self._dataset, name)
@@ -40,9 +37,6 @@ class Recorded:
         return len(self._dataset)
 
     def __getitem__(self, i: int):
-        self._num_readable -= 1
-        if self._num_readable < 0:
-            raise OSError(errno.EIO, "Input/output error", "disk")
         with open(self._file, "a") as file:
             file.write(f"{i}\n")
         return self._dataset[i]
@@ -50,19 +44,12 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text(data.Text):
-    """Text files; what a process reads of each split is noted.
-
-    Attributes:
-      broken_in: the process that can read no more than 100 examples.
-    """
-
-    broken_in: int | None = None
+    """Text files; what a process reads of each split is noted."""
 
     def open(self, split):
         process = jax.process_index()
         file = folder() / f"{split}-{process}.txt"
-        num_readable = 100 if process == self.broken_in else math.inf
-        return Recorded(super().open(split), file, num_readable)
+        return Recorded(super().open(split), file)
 
 
 @dataclasses.dataclass

@@ -139,6 +139,7 @@ class Checkpoints:
         }
         self._saving = step
         self._group.reached("write", step)
+        self._barrier.begin()
         try:
             started = self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError) as error:

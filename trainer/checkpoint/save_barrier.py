@@ -27,10 +27,18 @@ class SaveBarrier:
 
     def __init__(self, group: Group, make_error: Callable[[Exception], SaveFailed]):
         self._group, self._make_error = group, make_error
+        self._handled: BaseException | None = None
+
+    def begin(self) -> None:
+        """Notes what the caller of a save is handling, such as a request to stop.
+
+        That is not the reason of a failure.
+        """
+        self._handled = sys.exception()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         error = sys.exception()
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and error is not self._handled:
             # Orbax is cleaning up. The others wait for this process elsewhere, so
             # waiting for them here would never end.
             self.fail(self._make_error(error))

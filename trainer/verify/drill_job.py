@@ -59,6 +59,7 @@ class JobSpec:
             f"save_every={self.save_every}",
             f"stall_seconds={self.stall_seconds}",
             "log_every=1",
+            "probe_network=False",
             "checkpoint_folder=None",  # the drill inspects the run folder's checkpoints
         )
         return [

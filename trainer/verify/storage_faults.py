@@ -113,7 +113,7 @@ def _check_logged(job: Job, message: str) -> None:
 
 def read_only(spec: JobSpec, folder: Path) -> float:
     """Makes the run folder read-only for 10 seconds."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return _run(spec, folder, READ_ONLY, "Read-only file system")
 
 
