@@ -1,9 +1,9 @@
 """`meshloom plan --search`, `--smallest` and `--scale` as text and JSON."""
 
+import contextlib
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.text import align, human_bytes, seconds_text
@@ -16,6 +16,7 @@ from .searching import (
     Candidate,
     Kind,
     Point,
+    Progress,
     Search,
     in_words,
     scaling,
@@ -47,8 +48,8 @@ def show(
       top: how many candidates are shown.
       compiles: compiles these for the target too.
     """
-    with Ticker() as ticker:
-        found = search(config, target, progress=ticker)
+    with ticker() as progress:
+        found = search(config, target, progress=progress)
     if found.best is None:
         _show_nothing_fits(found, as_json)
         return found
@@ -74,8 +75,8 @@ def show_smallest(
     config: "Config", target: Target, *, as_json: bool = False
 ) -> Search | None:
     """Prints and returns the best on the fewest devices; None if nothing fits."""
-    with Ticker() as ticker:
-        found = smallest(config, target, progress=ticker)
+    with ticker() as progress:
+        found = smallest(config, target, progress=progress)
     if found is None or found.best is None:
         print_styled(in_words(None, target))
     elif as_json:
@@ -89,9 +90,9 @@ def show_scaling(
     config: "Config", target: Target, kinds: Sequence[Kind], *, as_json: bool = False
 ) -> dict[Kind, list[Point]]:
     """Prints and returns how the best candidate scales, in each of the kinds."""
-    with Ticker() as ticker:
+    with ticker() as progress:
         found: dict[Kind, list[Point]] = {
-            kind: scaling(config, target, kind, progress=ticker) for kind in kinds
+            kind: scaling(config, target, kind, progress=progress) for kind in kinds
         }
     if as_json:
         document = {k: [_point_json(p) for p in v] for k, v in found.items()}
@@ -174,9 +175,9 @@ def _show_nothing_fits(found: Search, as_json: bool) -> None:
             "another --batch or --target."
         )
     lean = found.leanest()
-    with Ticker() as ticker:
+    with ticker() as progress:
         num = target.num_devices
-        least = smallest(found.config, target, more_than=num, progress=ticker)
+        least = smallest(found.config, target, more_than=num, progress=progress)
     if as_json:
         more = {"leanest": lean.to_json(), "smallest": least and least.target.name}
         print(json.dumps(_json(found, []) | more, indent=1))
@@ -235,26 +236,12 @@ def _point_json(point: Point) -> dict[str, Any]:
     }
 
 
-class Ticker:
-    """A progress line on a terminal, for searches that take longer than a second."""
+@contextlib.contextmanager
+def ticker() -> Iterator[Progress]:
+    """Shows on a terminal how far a search is."""
+    from rich.console import Console
 
-    def __init__(self):
-        self._begin, self._next, self._width = time.perf_counter(), 1.0, 0
-
-    def __enter__(self) -> "Ticker":
-        return self
-
-    def __call__(self, num: int, num_fit: int) -> None:
-        passed = time.perf_counter() - self._begin
-        if passed > self._next and sys.stderr.isatty():
-            self._next = passed + 0.2
-            self._write(f"{num:,} candidates looked at, {num_fit:,} fit")
-
-    def __exit__(self, *_) -> None:
-        if self._width:
-            self._write("")
-            print(end="\r", file=sys.stderr, flush=True)
-
-    def _write(self, text: str) -> None:
-        print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
-        self._width = max(self._width, len(text))
+    with Console(stderr=True).status("") as status:
+        yield lambda num, num_fit: status.update(
+            f"{num:,} candidates looked at, {num_fit:,} fit"
+        )
