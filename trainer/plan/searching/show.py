@@ -15,7 +15,6 @@ from .reasons import reasons, why_not
 from .searching import (
     Candidate,
     Kind,
-    Point,
     Progress,
     Search,
     in_words,
@@ -88,10 +87,10 @@ def show_smallest(
 
 def show_scaling(
     config: "Config", target: Target, kinds: Sequence[Kind], *, as_json: bool = False
-) -> dict[Kind, list[Point]]:
+) -> dict[Kind, list[Search]]:
     """Prints and returns how the best candidate scales, in each of the kinds."""
     with ticker() as progress:
-        found: dict[Kind, list[Point]] = {
+        found: dict[Kind, list[Search]] = {
             kind: scaling(config, target, kind, progress=progress) for kind in kinds
         }
     if as_json:
@@ -124,23 +123,25 @@ def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
     return align(rows, right=(4, 5, 6, 7))
 
 
-def scaling_table(points: Sequence[Point]) -> str:
+def scaling_table(points: Sequence[Search]) -> str:
     head = "devices,batch,step,tokens/s,MFU,efficiency,,best candidate"
     rows: list[list[str]] = [[*head.split(",")]]
     most = max((p.efficiency or 0.0 for p in points), default=1.0)
     for point in points:
-        best = point.found.best
-        if best is None or point.forecast is None or point.efficiency is None:
+        best = point.best_forecast
+        if point.best is None or best is None or point.efficiency is None:
             cells = ["-", "-", "-", "-", "", _why_none(point)]
         else:
-            choice = best.choice
+            choice = point.best.choice
             cells = [
-                *_speed(point.forecast),
+                *_speed(best),
                 f"{point.efficiency:.0%}",
                 bar(point.efficiency / most, WIDTH),
                 f"{choice.mesh}, {choice.in_parts}, remat {choice.remat}",
             ]
-        rows.append([str(point.num_devices), str(point.batch), *cells])
+        rows.append(
+            [str(point.target.num_devices), str(point.config.batch_size), *cells]
+        )
     return align(rows, right=range(6))
 
 
@@ -150,10 +151,10 @@ def _speed(found: Forecast) -> list[str]:
     return [step, f"{tokens:,.0f}", f"<= {found.mfu:.0%}"]
 
 
-def _why_none(point: Point) -> str:
-    if not point.found.candidates:
-        return f"no mesh divides batch {point.batch}"
-    return f"nothing fits: {why_not(point.found.leanest())}"
+def _why_none(found: Search) -> str:
+    if not found.candidates:
+        return f"no mesh divides batch {found.config.batch_size}"
+    return f"nothing fits: {why_not(found.leanest())}"
 
 
 def largest_parts(found: Forecast) -> str:
@@ -226,13 +227,14 @@ def _json(
     }
 
 
-def _point_json(point: Point) -> dict[str, Any]:
+def _point_json(found: Search) -> dict[str, Any]:
+    best = found.best_forecast
     return {
-        "target": point.found.target.name,
-        "devices": point.num_devices,
-        "batch_size": point.batch,
-        "efficiency": point.efficiency,
-        "best": point.forecast.to_json() if point.forecast else None,
+        "target": found.target.name,
+        "devices": found.target.num_devices,
+        "batch_size": found.config.batch_size,
+        "efficiency": found.efficiency,
+        "best": best and best.to_json(),
     }
 
 
