@@ -39,10 +39,11 @@ def target_here(
 
 def published_target(devices: Sequence[Any]) -> Target:
     """As `target_here`, from published figures alone: the same in all processes."""
+    device = _published(devices)
     # A node is what jax calls a slice, otherwise the devices of one process.
     node = [getattr(d, "slice_index", None) for d in devices]
     nodes = len(set(node if None not in node else [d.process_index for d in devices]))
-    return _joined(_published(devices), devices, nodes)
+    return _joined(device, devices, nodes)
 
 
 def _published(devices: Sequence[Any]) -> Device:
