@@ -50,9 +50,17 @@ class Memory:
     state: tuple[Part, ...]
     moments: dict[str, tuple[Part, ...]]
 
+    @functools.cached_property
+    def at(self) -> dict[str, int]:
+        """Bytes in use at each moment, with the state."""
+        totals = {
+            name: sum(p.bytes for p in self.moments[name]) for name in self.moments
+        }
+        return {name: self.arguments + total for name, total in totals.items()}
+
     @property
     def peak_moment(self) -> str:
-        return max(self.moments, key=lambda name: _total(self.moments[name]))
+        return max(self.at, key=lambda name: self.at[name])
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -61,15 +69,15 @@ class Memory:
 
     @property
     def arguments(self) -> int:
-        return _total(self.state)
+        return sum(part.bytes for part in self.state)
 
     @property
     def temporaries(self) -> int:
-        return _total(self.moments[self.peak_moment])
+        return self.peak - self.arguments
 
     @property
     def peak(self) -> int:
-        return self.arguments + self.temporaries
+        return max(self.at.values())
 
 
 def memory(case: Case) -> Memory:
@@ -332,7 +340,3 @@ def _batch_bytes(case: Case) -> int:
     shape = (case.config.batch_size, case.length)
     ways = case.ways(("batch", "length"), shape)
     return num * FLOAT32 * math.prod(shape) // ways
-
-
-def _total(parts: tuple[Part, ...]) -> int:
-    return sum(part.bytes for part in parts)
