@@ -53,7 +53,7 @@ class Compiled:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "Compiled":
         """Returns what `dataclasses.asdict` and JSON made of one."""
-        tuples = {
+        tuples: dict[str, Any] = {
             name: tuple((a, tuple(axes), b, c) for a, axes, b, c in document[name])
             for name in ("collectives", "sources")
         }
