@@ -202,10 +202,7 @@ def main() -> None:
             if args.json:
                 args.json.write_text(json.dumps(known))
         if str(case) in known:
-            facts = json.loads(json.dumps(known[str(case)]))
-            for name in ("collectives", "sources"):
-                facts[name] = tuple((a, tuple(b), c, d) for a, b, c, d in facts[name])
-            rows[case] = Compiled(**facts)
+            rows[case] = Compiled.from_json(known[str(case)])
     print(table(rows))
 
 

@@ -31,6 +31,8 @@ FORECASTS = {
         ("h100:1x8", "pipe=2,tensor=4", {"remat": "full"}),
     ],
 }
+# Where the numbers come from, which no forecast reads.
+SOURCE = {"compiler", "programs", "peak_error", "step_error"}
 # On GPUs the head's gradient is never a ring.
 UNUSED = {("gpu", "loop_devices")}
 
@@ -50,7 +52,7 @@ def figures(platform: str) -> list[float]:
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize(
-    "name", [f.name for f in dataclasses.fields(fitted.Fitted) if f.name != "fit"]
+    "name", [f.name for f in dataclasses.fields(fitted.Fitted) if f.name not in SOURCE]
 )
 def test_every_number_of_the_table_counts(platform, name, monkeypatch):
     before, table = figures(platform), getattr(fitted, platform.upper())
@@ -67,13 +69,13 @@ def test_every_number_of_the_table_counts(platform, name, monkeypatch):
     reason="libtpu, the compiler for TPUs, is not installed; make tpu-test brings it",
 )
 def test_the_table_holds_for_the_compiler_that_it_names():
-    fit = fitted.TPU.fit
+    fit = fitted.TPU
     assert fit.compiler == f"libtpu {importlib.metadata.version('libtpu')}"
     c = compiled_config(remat="full", num_microbatches=1)
     c = dataclasses.replace(c, plan=WITH_SEQUENCE)
     found = forecast(c, "v5e:4x4", mesh="fsdp=4,tensor=4", batch=64)
     compiled = compile_step(found)
-    assert found.memory.peak == pytest.approx(compiled.peak, rel=fit.peak)
+    assert found.memory.peak == pytest.approx(compiled.peak, rel=fit.peak_error)
     assert found.flops.executed == pytest.approx(compiled.flops, rel=0.001)
     moved, expected = compiled.bytes_by_axes(), by_axes(found.transfers)
     assert sum(expected.values()) == pytest.approx(sum(moved.values()), rel=0.05)

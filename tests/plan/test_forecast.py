@@ -79,8 +79,8 @@ def test_gpus_are_spread_over_hosts():
 @pytest.mark.parametrize(
     ("devices", "match"),
     [
-        ([chip("NVIDIA L4", platform="gpu")], "numbers of NVIDIA L4 in bfloat16 are"),
-        ([chip("TPU v2")], "numbers of TPU v2 in bfloat16 are not known"),
+        ([chip("NVIDIA L4", platform="gpu")], "the figures of NVIDIA L4 are not known"),
+        ([chip("TPU v2")], "the figures of TPU v2 are not known"),
         ([chip("TPU v4"), chip("TPU v5p")], "the devices differ: TPU v4, TPU v5p"),
     ],
 )

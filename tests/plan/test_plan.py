@@ -348,7 +348,7 @@ def test_a_forecast_knows_no_array_of_a_model():
     """They are in the model's costs; selectors and parts are the forecast's own."""
     model: Any = config().model
     costs = model.costs(B, L, platform="cpu")
-    paths = [array.path for array in forecast(config(), "v5e-8").case.params.arrays]
+    paths = list(forecast(config(), "v5e-8").case.sharded.weights)
     arrays = [
         *costs.kept,
         *costs.kept_once,

@@ -57,7 +57,7 @@ def test_what_is_rounded_still_sums():
     case = found("fsdp=8").case
     seventh = part(case, "a seventh", "", Weights("params", times=1 / 7))
     arrays = rows(case, seventh)
-    each = [b / 7 for b in case.resident(case.params).values()]
+    each = [b / 7 for b in case.sharded.resident("params").values()]
     assert sum(map(round, each)) != seventh.bytes == round(sum(each))
     assert sum(row.bytes for row in arrays) == seventh.bytes
 

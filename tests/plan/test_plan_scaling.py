@@ -15,26 +15,29 @@ def test_strong_scaling_keeps_the_batch_and_weak_its_part():
     c = dataclasses.replace(config(), batch_size=8)
     target = parse_target("v5e-16")
     strong, weak = (scaling(c, target, k, most=64) for k in ("strong", "weak"))
-    assert [p.num_devices for p in strong] == [8, 16, 32, 64]
-    assert {p.batch for p in strong} == {8}
-    assert [p.batch for p in weak] == [4, 8, 16, 32]
+    assert [p.target.num_devices for p in strong] == [8, 16, 32, 64]
+    assert {p.config.batch_size for p in strong} == {8}
+    assert [p.config.batch_size for p in weak] == [4, 8, 16, 32]
     c = dataclasses.replace(c, batch_size=2)
     odd = scaling(c, parse_target("v5e-64"), "weak", most=64)
-    assert [p.num_devices for p in odd] == [32, 64]  # no part of an example elsewhere
+    assert [p.target.num_devices for p in odd] == [
+        32,
+        64,
+    ]  # no part of an example elsewhere
 
 
 def test_efficiency_is_of_a_device_against_the_smallest_that_fits():
     c = dataclasses.replace(config(), batch_size=64)
     target = parse_target(POOR.replace("hbm=2e5", "hbm=14e6"))
     points = scaling(c, target, "strong", least=1, most=32)
-    assert points[0].forecast is None and points[0].efficiency is None
-    fitting = [p for p in points if p.forecast is not None]
+    assert points[0].best is None and points[0].efficiency is None
+    fitting = [p for p in points if p.best is not None]
     assert len(fitting) >= 3 and fitting[0].efficiency == 1
     for point in fitting:
-        assert point.forecast.seconds_an_example == min(
-            c.seconds for c in point.found.fitting
+        assert point.best_forecast.seconds_an_example == min(
+            c.seconds for c in point.fitting
         )
-        rate = device_rate(point.forecast) / device_rate(fitting[0].forecast)
+        rate = device_rate(point.best_forecast) / device_rate(fitting[0].best_forecast)
         assert point.efficiency == rate
     assert fitting[-1].efficiency < 1
 

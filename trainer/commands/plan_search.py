@@ -98,7 +98,7 @@ def scale(args: argparse.Namespace, config: "Config", names: Sequence[str]) -> b
         title = f"{names[-1]} on {target.device.name}"
         args.svg.write_text(scaling_picture.svg(found, title))
         print(f"Wrote {args.svg}", file=sys.stderr)
-    return any(p.forecast is not None for points in found.values() for p in points)
+    return any(point.best for points in found.values() for point in points)
 
 
 def _write(path: Path, found: "Search", number: int, names: Sequence[str]) -> None:

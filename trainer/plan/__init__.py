@@ -17,13 +17,11 @@ collective on them (links.py). The numbers that the closed form owes to compiler
 fitted.py.
 """
 
-from ..program.hardware import Device as Device
-from ..program.hardware import Target as Target
 from ..program.hardware import parse_target as parse_target
 
 
 def __getattr__(name: str):
-    # Light modules read the table of devices; only forecasts need the model's shapes.
+    # A target is parsed in no time; only forecasts need jax and the model's shapes.
     if name in ("forecast", "Forecast"):
         from . import predict
 

@@ -94,12 +94,12 @@ def _found(case: Case, of: Weights | Values) -> Iterator[tuple[Any, float]]:
     if isinstance(of, Values):
         yield of.array, of.times * case.bytes(of.array)
         return
-    tree, is_named = getattr(case, of.tree), _named(case, of.which)
-    sizes = case.resident(tree, of.tiled_as or of.itemsize)
+    is_named = _named(case, of.which)
+    sizes = case.sharded.resident(of.tree, of.tiled_as or of.itemsize)
     scale = of.times
     if of.tiled_as and of.itemsize:
         scale *= of.itemsize / of.tiled_as
-    for array in tree.arrays:
+    for array in case.sharded.trees[of.tree].arrays:
         if is_named(array.path):
             yield array, scale * sizes[array.path]
 
@@ -108,7 +108,7 @@ def _row(case: Case, of: Weights | Values, array: Any, size: float) -> DeviceArr
     if isinstance(of, Values):
         name, count = array.name, array.count * of.times
         dtype = _dtype(case, array.itemsize)
-        axes = case.sharded.mesh_axes(array.axes, array.shape, "compute", name)
+        axes = case.sharded.mesh_axes(array.axes, array.shape, name)
     else:
         name, count = array.path, of.times
         dtype = _dtype(case, of.itemsize) if of.itemsize else array.dtype

@@ -97,8 +97,11 @@ def _stages(case: Case) -> str:
     """All stages run one program, so each reserves what the largest needs."""
     assert case.pipeline is not None
     slots = case.pipeline.schedule.num_slots
-    outside = [a for a in case.params.arrays if not case.is_block(a.path)]
-    spread = {a.path: any("pipe" in d.mesh_axes for d in a.dimensions) for a in outside}
+    spread = {
+        path: any("pipe" in d.mesh_axes for d in weight.stored.dimensions)
+        for path, weight in case.sharded.weights.items()
+        if not case.is_block(path)
+    }
     lines = [
         "stages: all run one program, so each device of each stage reserves the same",
         f"  {slots} slots for inputs in flight are on every stage; how many are ever "

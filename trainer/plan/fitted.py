@@ -3,7 +3,7 @@
 All else in the closed form follows from shapes, rules and schedules. These numbers say
 what a compiler makes of them: how many copies of the residual stream it stores at a
 peak, how often arrays pass through HBM, what it overlaps. They hold for one version of
-a compiler, so `FITS` says which, on which programs, and what error was left, and
+a compiler, so each row says which, on which programs, and what error was left, and
 `make tpu-test` compiles a small step to see whether they still do
 (tests/plan/test_fitted.py).
 
@@ -16,24 +16,14 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
-    """Where the numbers of one platform come from.
-
-    Attributes:
-      programs: the compiled programs that they were read off.
-      peak, step: the largest relative error left, over the tables of docs/plan.md; of
-        memory against the compiler's peak, of time against the walk over the program.
-    """
-
-    compiler: str
-    programs: str
-    peak: float
-    step: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Fitted:
     """The numbers of one platform.
+
+    Where they come from:
+      programs: the programs of `compiler` that they were read off.
+      peak_error, step_error: the largest relative error left, over the tables of
+        docs/plan.md; of memory against the compiler's peak, of time against the walk
+        over the program.
 
     Memory, in arrays of the shape of the residual stream:
       head_streams: at the head.
@@ -59,7 +49,10 @@ class Fitted:
       hidden_sums: the share of tensor-parallel sums that overlaps with products.
     """
 
-    fit: Fit
+    compiler: str
+    programs: str
+    peak_error: float
+    step_error: float
     head_streams: int
     block_streams: int
     stream_passes: float
@@ -79,13 +72,11 @@ class Fitted:
 
 
 TPU = Fitted(
-    Fit(
-        compiler="libtpu 0.0.51",
-        programs="gpt2, 1b, 3b, 7b and 8b on v5e, v5p and v6e, 16 to 256 chips: 22 "
-        "without and 20 with `sequence`, and 6 of `gather`, slices and time",
-        peak=0.094,
-        step=0.04,
-    ),
+    compiler="libtpu 0.0.51",
+    programs="gpt2, 1b, 3b, 7b and 8b on v5e, v5p and v6e, 16 to 256 chips: 22 without "
+    "and 20 with `sequence`, and 6 of `gather`, slices and time",
+    peak_error=0.094,
+    step_error=0.04,
     head_streams=3,
     block_streams=3,
     stream_passes=16,
@@ -96,13 +87,11 @@ TPU = Fitted(
     hidden_sums=0,
 )
 GPU = Fitted(
-    Fit(
-        compiler="XLA of jax-cuda12-plugin 0.10.2 with cuDNN 9.27",
-        programs="gpt2, 1b, 7b and 8b on 16 and 64 H100s and 16 A100s: 22, none with "
-        "`sequence`, of which a 23rd was 19 % off; time off nine of 64 H100s",
-        peak=0.079,
-        step=0.086,
-    ),
+    compiler="XLA of jax-cuda12-plugin 0.10.2 with cuDNN 9.27",
+    programs="gpt2, 1b, 7b and 8b on 16 and 64 H100s and 16 A100s: 22, none with "
+    "`sequence`, of which a 23rd was 19 % off; time off nine of 64 H100s",
+    peak_error=0.079,
+    step_error=0.086,
     head_streams=2,
     block_streams=5,
     stream_passes=36,

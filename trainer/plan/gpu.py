@@ -85,18 +85,19 @@ class GpuMoments(Moments):
             return []  # gathered before the loop over blocks
         products = {p.weight for p in self.costs.products}
         found = []
-        for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
-            if not case.pipeline and stored.path not in products:
+        for path, weight in case.sharded.weights.items():
+            if not case.pipeline and path not in products:
                 continue
-            later = 1 if case.pipeline or not case.is_block(stored.path) else 2
-            if case.pipeline and any(d.mesh_axes for d in whole.dimensions[1:]):
-                later = len(whole.dimensions) - 1
-            dims = zip(stored.dimensions[later:], whole.dimensions[later:], strict=True)
+            stored, whole = weight.stored.dimensions, weight.whole.dimensions
+            later = 1 if case.pipeline or not case.is_block(path) else 2
+            if case.pipeline and any(d.mesh_axes for d in whole[1:]):
+                later = len(whole) - 1
+            dims = zip(stored[later:], whole[later:], strict=True)
             if any(a.mesh_axes != b.mesh_axes for a, b in dims):
                 found.append(
-                    Weights("compute", stored.path, case.itemsize)
+                    Weights("compute", path, case.itemsize)
                     if case.pipeline
-                    else Weights("params", stored.path, FLOAT32)
+                    else Weights("params", path, FLOAT32)
                 )
         return found
 

@@ -25,12 +25,11 @@ def target_here(
       dtype: of matrix products.
       hosts: the host of each process, where there are several.
     """
-    kind = _kind(devices)
     if devices[0].platform == "cpu":
         return _cpu(devices, dtype)
-    device, peak = planned_device(kind), peak_flops(devices[0], dtype)
-    if device is None or peak is None:
-        raise ValueError(f"the numbers of {kind} in {dtype} are not known")
+    device, peak = _published(devices), peak_flops(devices[0], dtype)
+    if peak is None:
+        raise ValueError(f"the figures of {device.name} in {dtype} are not known")
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     device = dataclasses.replace(
         device, flops=peak.flops, available=limit or device.available
@@ -40,21 +39,21 @@ def target_here(
 
 def published_target(devices: Sequence[Any]) -> Target:
     """As `target_here`, from published figures alone: the same in all processes."""
-    kind = _kind(devices)
-    device = planned_device(kind)
-    if device is None:
-        raise ValueError(f"the figures of {kind} are not known")
+    device = _published(devices)
     # A node is what jax calls a slice, otherwise the devices of one process.
     node = [getattr(d, "slice_index", None) for d in devices]
     nodes = len(set(node if None not in node else [d.process_index for d in devices]))
     return _joined(device, devices, nodes)
 
 
-def _kind(devices: Sequence[Any]) -> str:
+def _published(devices: Sequence[Any]) -> Device:
+    """Returns the row of hardware.py's table for devices that are all of one kind."""
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
         raise ValueError(f"the devices differ: {', '.join(kinds)}")
-    return kinds[0]
+    if (found := planned_device(kinds[0])) is None:
+        raise ValueError(f"the figures of {kinds[0]} are not known")
+    return found
 
 
 def _joined(device: Device, devices: Sequence[Any], nodes: int) -> Target:

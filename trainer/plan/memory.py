@@ -20,7 +20,7 @@ import functools
 import math
 
 from .arrays import Values, Weights, of_each, total_bytes
-from .scenario import Case, axes_of, gathered_axes
+from .scenario import Case, axes_of
 from .sharded import FLOAT32
 
 
@@ -50,9 +50,17 @@ class Memory:
     state: tuple[Part, ...]
     moments: dict[str, tuple[Part, ...]]
 
+    @functools.cached_property
+    def at(self) -> dict[str, int]:
+        """Bytes in use at each moment, with the state."""
+        totals = {
+            name: sum(p.bytes for p in self.moments[name]) for name in self.moments
+        }
+        return {name: self.arguments + total for name, total in totals.items()}
+
     @property
     def peak_moment(self) -> str:
-        return max(self.moments, key=lambda name: _total(self.moments[name]))
+        return max(self.at, key=lambda name: self.at[name])
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -61,15 +69,15 @@ class Memory:
 
     @property
     def arguments(self) -> int:
-        return _total(self.state)
+        return sum(part.bytes for part in self.state)
 
     @property
     def temporaries(self) -> int:
-        return _total(self.moments[self.peak_moment])
+        return self.peak - self.arguments
 
     @property
     def peak(self) -> int:
-        return self.arguments + self.temporaries
+        return max(self.at.values())
 
 
 def memory(case: Case) -> Memory:
@@ -104,6 +112,7 @@ class Moments:
         self.repeats_split = self.is_split and case.costs.repeats_sums
         # Whether the head's gradient comes after those of all blocks.
         self.head_last = bool(case.target.device.torus) and case.target.num_slices > 1
+        self.head_axes = case.sharded.weights[self.costs.head.weight].scattered
 
     def scanned(self) -> dict[str, tuple[Part, ...]]:
         """Returns the moments of a loop over blocks."""
@@ -252,7 +261,7 @@ class Moments:
             return ()
         if case.bytes(self.costs.gathered) == case.bytes(self.costs.residual):
             return (self.part("logits", "for the head's gradient", logits),)
-        unrolled = case.scatters_in_ring(self.head_axes()) and not self.head_loops()
+        unrolled = case.scatters_in_ring(self.head_axes) and not self.head_loops()
         if not self.fitted.overlaps_gathers(case.target.device.name) and not unrolled:
             return ()
         words = "and the head's input, for its gradient"
@@ -285,18 +294,11 @@ class Moments:
             return self.part("logits", "and their gradient", both)
         return self.part("logits", "", Values(self.costs.logits))
 
-    def head_axes(self) -> tuple[str, ...]:
-        """Returns the axes over which the gradient of the head is scattered."""
-        stored, whole = (
-            next(a for a in tree.arrays if a.path == self.costs.head.weight)
-            for tree in (self.case.gradients, self.case.compute)
-        )
-        return gathered_axes(stored, whole)
-
     def head_loops(self) -> bool:
-        axes = self.head_axes()
-        size = math.prod(self.case.sizes[axis] for axis in axes)
-        return self.case.scatters_in_ring(axes) and size > self.fitted.loop_devices
+        """Returns whether the head's gradient is scattered in a ring that is a loop."""
+        size = math.prod(self.case.sizes[axis] for axis in self.head_axes)
+        is_ring = self.case.scatters_in_ring(self.head_axes)
+        return is_ring and size > self.fitted.loop_devices
 
     def gradients(self) -> tuple[Part, ...]:
         """Returns the gradients that exist when blocks run backward.
@@ -316,7 +318,8 @@ class Moments:
     def cast(self) -> Part:
         """Returns the cast block matrices, if they are stored in another dtype."""
         size = self.case.itemsize
-        is_same = all(a.itemsize == size for a in self.case.params.arrays)
+        params = self.case.sharded.trees["params"].arrays
+        is_same = all(array.itemsize == size for array in params)
         arrays = () if is_same else (Weights("params", "matrices", size),)
         return self.part("weights, cast", "of all blocks, as stored", *arrays)
 
@@ -337,7 +340,3 @@ def _batch_bytes(case: Case) -> int:
     shape = (case.config.batch_size, case.length)
     ways = case.ways(("batch", "length"), shape)
     return num * FLOAT32 * math.prod(shape) // ways
-
-
-def _total(parts: tuple[Part, ...]) -> int:
-    return sum(part.bytes for part in parts)

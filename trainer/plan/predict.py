@@ -123,10 +123,7 @@ class Forecast:
                     {"name": part.name, "bytes": part.bytes, "detail": part.detail}
                     for part in self.memory.parts
                 ],
-                "moments": {
-                    name: sum(part.bytes for part in parts) + self.memory.arguments
-                    for name, parts in self.memory.moments.items()
-                },
+                "moments": self.memory.at,
             },
             "flops": dataclasses.asdict(self.flops),
             "traffic": [dataclasses.asdict(t) for t in self.transfers],

@@ -149,22 +149,20 @@ def _hidden_share(case: Case, transfer: Transfer) -> float:
         return 0.0
     uses = 1 if case.costs.keeps_weights else 2
     later = total = 0
-    for array in case.compute.arrays:
-        is_block = case.is_block(array.path)
-        size = array.bytes_per_device * (uses if is_block else 1)
+    for path, weight in case.sharded.weights.items():
+        is_block = case.is_block(path)
+        size = weight.whole.bytes_per_device * (uses if is_block else 1)
         total += size
-        later += size * (is_block and array.path != case.costs.products[0].weight)
+        later += size * (is_block and path != case.costs.products[0].weight)
     return later / total
 
 
 def memory_seconds(case: Case) -> float:
     """Returns the time of operations bound by memory, for a device and step."""
     costs, times, fitted = case.costs, case.ticks, case.fitted
-    layers = case.chunk_layers
-    gradients = sum(case.resident(case.gradients, FLOAT32).values())
-    state = sum(
-        sum(case.resident(tree).values()) for tree in (case.params, case.opt_state)
-    )
+    layers, resident = case.chunk_layers, case.sharded.resident
+    gradients = sum(resident("gradients", FLOAT32).values())
+    state = sum(resident("params").values()) + sum(resident("opt_state").values())
     working = [a for w in costs.working for a in w.arrays if not a.unfused]
     kept = [array for array in costs.kept if not array.unfused]
     block = fitted.stream_passes * case.bytes(costs.residual)
@@ -172,7 +170,7 @@ def memory_seconds(case: Case) -> float:
     block += 2 * sum(map(case.bytes, kept))
     weights = sum(
         size
-        for path, size in case.resident(case.compute, FLOAT32).items()
+        for path, size in resident("compute", FLOAT32).items()
         if case.is_block(path)
     )
     weights /= case.layers  # in float32, gathered

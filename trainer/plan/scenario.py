@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ...sharding import MeshSpec, Resolved, Rules
+from ...sharding import MeshSpec, Rules
 from ...sharding.mesh import mesh_sizes
 from ...sharding.pipeline import Schedule
 from ...sharding.pipeline import loops as loops_lib
-from ...sharding.tree import ResolvedArray
 from ..program.hardware import Target
 from ..program.pipelining import Staging, make_staging
 from ..program.rules import name_settings
@@ -48,7 +47,6 @@ class Case:
     Attributes:
       rows: examples of a microbatch, over all devices.
       costs: of one microbatch (models/costs.py: Costs).
-      params, opt_state, gradients, compute: the trees of the state, each as sharded.
     """
 
     config: "Config"
@@ -60,10 +58,6 @@ class Case:
     rows: int
     length: int
     costs: Any
-    params: Resolved
-    opt_state: Resolved
-    gradients: Resolved
-    compute: Resolved
 
     @property
     def spec(self) -> MeshSpec:
@@ -107,19 +101,15 @@ class Case:
 
     def mesh_axes(self, axes: Any, shape: Sequence[int]) -> tuple[str, ...]:
         """Returns the mesh axes that shard an array, as it is computed with."""
-        found = self.sharded.mesh_axes(axes, shape, "compute")
+        found = self.sharded.mesh_axes(axes, shape)
         return tuple(axis for each in found for axis in each)
-
-    def bytes(self, array: Any) -> int:
-        """Returns what a device stores of an array of the model's costs."""
-        return array.count * self.sharded.bytes(array)
-
-    def resident(self, tree: Resolved, itemsize: int | None = None) -> dict[str, int]:
-        """Returns bytes on a device of each array, in its own dtype or another."""
-        return self.sharded.resident(tree, itemsize)
 
     def is_block(self, path: str) -> bool:
         return path.startswith(self.costs.stack)
+
+    def bytes(self, array: Any) -> int:
+        """Returns what a device stores of an array of the model's costs."""
+        return self.sharded.bytes(array)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -205,7 +195,7 @@ def _make_case(config: "Config", target: Target) -> Case:
     )
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
         name = f"batch_size {config.batch_size}{what}"
-        sharded.mesh_axes(("batch", "length"), (count, length), "compute", name)
+        sharded.mesh_axes(("batch", "length"), (count, length), name)
     costs = _costs(model, rows, length, target.device.platform)
     if pipeline is not None and pipeline.simulation.recomputes_once:
         # Under full remat a chunk of one layer is recomputed once, not twice.
@@ -220,7 +210,6 @@ def _make_case(config: "Config", target: Target) -> Case:
         rows=rows,
         length=length,
         costs=costs,
-        **sharded.trees,
     )
 
 
@@ -286,12 +275,6 @@ def _length(config: "Config") -> int:
             "forecast opens no data. Use one of the sources of meshloom.trainer.data."
         )
     return length
-
-
-def gathered_axes(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
-    """Returns the mesh axes that shard an array as stored, but not as computed with."""
-    both = {axis for d in whole.dimensions for axis in d.mesh_axes}
-    return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in both)
 
 
 def axes_of(case: Case, product: Any, name: str) -> tuple[str, ...]:

@@ -77,13 +77,16 @@ def show(found: Comparison, *, as_json: bool = False) -> None:
         print(json.dumps(found.to_json(), indent=1))
         return
     _print_picture(found.schedule)
-    tables = [
-        _schedules(found.schedules, found.chosen),
-        _policies(found.policies, found.chosen),
-        *([_gathers(found.gathers)] if found.gathers else []),
-    ]
+    chosen, gathers = found.chosen, found.gathers
+    names = [_mark(_title(r), r.name == chosen.name) for r in found.schedules]
+    tables = [_table("schedule", names, found.schedules, SCHEDULES)]
+    names = [_mark(row.remat, row.remat == chosen.remat) for row in found.policies]
+    tables.append(_table("remat", names, found.policies, POLICIES))
+    if gathers:
+        names = [f"once a {row.gather}" for row in gathers]
+        tables.append(_table("weights gathered", names, gathers, GATHERED))
     print()
-    print(_facts(found.chosen), *tables, *found.notes, sep="\n\n")
+    print(_facts(chosen), *tables, *found.notes, sep="\n\n")
 
 
 def _comparable(
@@ -146,68 +149,25 @@ def _facts(found: Simulation) -> str:
     return align(rows)
 
 
-def _schedules(rows: Sequence[Simulation], chosen: Simulation) -> str:
-    return _table(
-        {
-            "schedule": [_mark(_title(r), r.name == chosen.name) for r in rows],
-            "ticks": [str(r.num_ticks) for r in rows],
-            "cost": [f"{r.cost:g}" for r in rows],
-            "bubble": [percent(r.bubble) for r in rows],
-            "work/useful": [f"{r.ratio:.3f}" for r in rows],
-            "saved inputs": [str(r.slots) for r in rows],
-            "memory": _memory(rows),
-            "ring": [_known(r.traffic.ring, human_bytes) for r in rows],
-        }
-    )
-
-
-def _policies(rows: Sequence[Simulation], chosen: Simulation) -> str:
-    return _table(
-        {
-            "remat": [_mark(r.remat, r.remat == chosen.remat) for r in rows],
-            "a microbatch": [_forwards(r) for r in rows],
-            "cost": [f"{r.cost:g}" for r in rows],
-            "saved inputs": [str(r.slots) for r in rows],
-            "layer inputs": [_known(r.layer_inputs) for r in rows],
-            "layers kept": [_known(r.kept_layers) for r in rows],
-            "memory": _memory(rows),
-        }
-    )
-
-
-def _gathers(rows: Sequence[Simulation]) -> str:
-    return _table(
-        {
-            "weights gathered": [f"once a {r.gather}" for r in rows],
-            "gathers": [f"{r.weight_gathers:g}" for r in rows],
-            "reduce-scatters": [f"{r.weight_scatters:g}" for r in rows],
-            "sent": [_known(r.traffic.weights, human_bytes) for r in rows],
-            "weights": [_known(r.memory.weights, human_bytes) for r in rows],
-            "gradients": [_known(r.memory.gradients, human_bytes) for r in rows],
-        }
-    )
-
-
-def _table(columns: dict[str, list[str]]) -> str:
-    """Returns the columns whose cells are all known, the first one as titles."""
-    known = [(k, *cells) for k, cells in columns.items() if UNKNOWN not in cells]
+def _table(
+    title: str, names: Sequence[str], rows: Sequence[Simulation], columns: Sequence[str]
+) -> str:
+    """Returns a table with the columns of which all cells are known."""
+    cells = [(name, *map(COLUMNS[name], rows)) for name in columns]
+    known = [(title, *names), *(column for column in cells if UNKNOWN not in column)]
     return align(list(zip(*known, strict=True)), right=range(1, len(known)))
 
 
-def _memory(rows: Sequence[Simulation]) -> list[str]:
+def _memory(row: Simulation) -> str:
     """Returns memory of inputs and residuals; in layers if their size is unknown."""
-    cells = []
-    for row in rows:
-        inputs, residuals = row.memory.inputs, row.memory.residuals
-        if inputs is None:
-            cells.append(UNKNOWN)
-        elif residuals is not None:
-            cells.append(human_bytes(inputs + residuals))
-        else:
-            count = row.kept_layers
-            rest = "residuals" if count is None else counted(count, "layer")
-            cells.append(f"{human_bytes(inputs)} + {rest}")
-    return cells
+    inputs, residuals = row.memory.inputs, row.memory.residuals
+    if inputs is None:
+        return UNKNOWN
+    if residuals is not None:
+        return human_bytes(inputs + residuals)
+    count = row.kept_layers
+    rest = "residuals" if count is None else counted(count, "layer")
+    return f"{human_bytes(inputs)} + {rest}"
 
 
 def _title(row: Simulation) -> str:
@@ -224,3 +184,25 @@ def _forwards(row: Simulation) -> str:
 
 def _known(count: int | None, show: Callable[[int], str] = str) -> str:
     return UNKNOWN if count is None else show(count)
+
+
+COLUMNS: dict[str, Callable[[Simulation], str]] = {
+    "ticks": lambda row: str(row.num_ticks),
+    "a microbatch": _forwards,
+    "cost": lambda row: f"{row.cost:g}",
+    "bubble": lambda row: percent(row.bubble),
+    "work/useful": lambda row: f"{row.ratio:.3f}",
+    "saved inputs": lambda row: str(row.slots),
+    "layer inputs": lambda row: _known(row.layer_inputs),
+    "layers kept": lambda row: _known(row.kept_layers),
+    "memory": _memory,
+    "ring": lambda row: _known(row.traffic.ring, human_bytes),
+    "gathers": lambda row: f"{row.weight_gathers:g}",
+    "reduce-scatters": lambda row: f"{row.weight_scatters:g}",
+    "sent": lambda row: _known(row.traffic.weights, human_bytes),
+    "weights": lambda row: _known(row.memory.weights, human_bytes),
+    "gradients": lambda row: _known(row.memory.gradients, human_bytes),
+}
+SCHEDULES = "ticks,cost,bubble,work/useful,saved inputs,memory,ring".split(",")
+POLICIES = "a microbatch,cost,saved inputs,layer inputs,layers kept,memory".split(",")
+GATHERED = "gathers,reduce-scatters,sent,weights,gradients".split(",")

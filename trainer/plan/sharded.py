@@ -8,11 +8,12 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...sharding import Resolved, Rules, resolve
 from ...sharding.resolve import resolve_dimensions
 from ...sharding.rules import Role
+from ...sharding.tree import ResolvedArray
 from ..program.state import State
 
 FLOAT32 = 4
@@ -20,11 +21,35 @@ FLOAT32 = 4
 SUBLANES, LANES = 8, 128
 
 
+class Weight(NamedTuple):
+    """A parameter: as stored, its gradient, and as a device computes with it."""
+
+    stored: ResolvedArray
+    gradient: ResolvedArray
+    whole: ResolvedArray
+
+    @property
+    def elements(self) -> int:
+        """How many a device computes with."""
+        return self.whole.bytes_per_device // self.whole.itemsize
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The mesh axes over which it is gathered to compute with it."""
+        return _only_in(self.stored, self.whole)
+
+    @property
+    def scattered(self) -> tuple[str, ...]:
+        """The mesh axes over which its gradient is scattered."""
+        return _only_in(self.gradient, self.whole)
+
+
 class Sharded:
     """Arrays of any kind under one set of rules on one mesh.
 
     Attributes:
       trees: those of the state, each as sharded: params, opt_state, gradients, compute.
+      weights: the parameters by their paths.
     """
 
     def __init__(
@@ -45,48 +70,41 @@ class Sharded:
             name: resolve(tree, rules, sizes, axes=tree_axes, role=role)
             for name, (tree, tree_axes, role) in trees.items()
         }
+        each = (self.trees[n].arrays for n in ("params", "gradients", "compute"))
+        weights = map(Weight, *each)
+        self.weights = {weight.stored.path: weight for weight in weights}
 
     def mesh_axes(
-        self, axes: Any, shape: Sequence[int], role: Role, name: str = ""
+        self, axes: Any, shape: Sequence[int], name: str = ""
     ) -> tuple[tuple[str, ...], ...]:
-        """Returns the mesh axes that shard each dimension of an array."""
-        key = axes, tuple(shape), role
+        """Returns the mesh axes that shard each dimension, as it is computed with."""
+        key, name = (axes, tuple(shape)), name or f"array {axes}"
         if key not in self._axes:
             dims = resolve_dimensions(
-                axes,
-                shape,
-                self.rules,
-                self.sizes,
-                name=name or f"array {axes}",
-                role=role,
+                axes, shape, self.rules, self.sizes, name=name, role="compute"
             )
             self._axes[key] = tuple(d.mesh_axes for d in dims)
         return self._axes[key]
 
     def bytes(self, array: Any) -> int:
-        """Returns what a device stores of one array of the model's costs."""
-        key = array.axes, array.shape, array.itemsize, array.rows
-        if key not in self._bytes:
-            axes = self.mesh_axes(array.axes, array.shape, "compute", array.name)
+        """Returns what a device stores of an array of the model's costs."""
+        if array not in self._bytes:
+            axes = self.mesh_axes(array.axes, array.shape, array.name)
             shape = self.local_shape(array.shape, axes)
             if array.rows and self.tiled:
                 shape[-1] = math.ceil(shape[-1] / LANES) * LANES
-            self._bytes[key] = self.stored(shape, array.itemsize)
-        return self._bytes[key]
+            self._bytes[array] = array.count * self.stored(shape, array.itemsize)
+        return self._bytes[array]
 
-    def resident(self, tree: Resolved, itemsize: int | None = None) -> dict[str, int]:
-        """Returns the bytes on a device of each array of one of the four trees."""
-        key = id(tree), itemsize  # the trees live as long as this does
+    def resident(self, tree: str, itemsize: int | None = None) -> dict[str, int]:
+        """Returns bytes on a device of each array, in its own dtype or another."""
+        key = tree, itemsize
         if key not in self._resident:
-            self._resident[key] = {
-                array.path: self.stored(
-                    self.local_shape(
-                        array.shape, [d.mesh_axes for d in array.dimensions]
-                    ),
-                    itemsize or array.itemsize,
-                )
-                for array in tree.arrays
-            }
+            found = self._resident[key] = {}
+            for array in self.trees[tree].arrays:
+                axes = [d.mesh_axes for d in array.dimensions]
+                shape = self.local_shape(array.shape, axes)
+                found[array.path] = self.stored(shape, itemsize or array.itemsize)
         return self._resident[key]
 
     def local_shape(
@@ -101,6 +119,12 @@ class Sharded:
         if self.tiled:
             return tiled_bytes(tuple(shape), itemsize)
         return itemsize * math.prod(shape)
+
+
+def _only_in(stored: ResolvedArray, whole: ResolvedArray) -> tuple[str, ...]:
+    """Returns the mesh axes that shard an array as stored, but not as computed with."""
+    both = {axis for d in whole.dimensions for axis in d.mesh_axes}
+    return tuple(a for d in stored.dimensions for a in d.mesh_axes if a not in both)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -121,8 +121,8 @@ def _memory(found: Forecast) -> str:
         for name, size, detail in sizes
     ]
     others = [
-        f"{name} {human_bytes(memory.arguments + sum(p.bytes for p in parts))}"
-        for name, parts in memory.moments.items()
+        f"{name} {human_bytes(size)}"
+        for name, size in memory.at.items()
         if name != memory.peak_moment
     ]
     return f"{align(rows, right=(1,))}\n  other moments: {', '.join(others)}"

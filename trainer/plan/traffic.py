@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .links import PERMUTE
-from .scenario import Case, axes_of, gathered_axes
+from .scenario import Case, axes_of
 from .sharded import FLOAT32
 
 
@@ -65,28 +65,27 @@ def sum_by(counts: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 def _weights(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
-    for stored, whole in zip(case.params.arrays, case.compute.arrays, strict=True):
-        axes = gathered_axes(stored, whole)
-        if stored.path == case.costs.table and _stays(case):
+    for path, weight in case.sharded.weights.items():
+        if path == case.costs.table and _stays(case):
             # Looked up where it is sharded; the results are sent to their examples.
             moved = each * case.bytes(case.costs.residual)
-            yield Transfer("all-to-all", axes, moved, "weights")
+            yield Transfer("all-to-all", weight.gathered, moved, "weights")
             continue
         uses = 1
-        if case.is_block(stored.path) and not case.costs.keeps_weights:
+        if case.is_block(path) and not case.costs.keeps_weights:
             uses = 2
-        elif stored.path == case.costs.head.weight:
+        elif path == case.costs.head.weight:
             # GPUs gather a tied table for the look-up and for the head, TPUs once.
             uses = 1 + (case.costs.is_tied and case.target.device.platform == "gpu")
-        size = whole.bytes_per_device // whole.itemsize * case.itemsize
-        yield Transfer("all-gather", axes, each * uses * size, "weights")
+        size = each * uses * weight.elements * case.itemsize
+        yield Transfer("all-gather", weight.gathered, size, "weights")
 
 
 def _stays(case: Case) -> bool:
     """Returns whether a look-up leaves its table sharded (models/lookup.py)."""
     if case.costs.is_tied:
         return False
-    table = next(a for a in case.params.arrays if a.path == case.costs.table)
+    table = case.sharded.weights[case.costs.table].stored
     shape = (case.rows, case.length)
     return math.prod(shape) // case.ways(("batch", "length"), shape) < table.shape[0]
 
@@ -94,27 +93,21 @@ def _stays(case: Case) -> bool:
 def _gradients(case: Case) -> Iterator[Transfer]:
     each = case.num_microbatches
     products = {p.weight for p in (*case.costs.products, case.costs.head)}
-    for gradient, whole in zip(case.gradients.arrays, case.compute.arrays, strict=True):
-        is_product = whole.path in products
-        itemsize = case.itemsize if is_product else whole.itemsize
-        size = each * whole.bytes_per_device // whole.itemsize * itemsize
-        axes = gathered_axes(gradient, whole)
+    for path, weight in case.sharded.weights.items():
+        is_product = path in products
+        itemsize = case.itemsize if is_product else weight.whole.itemsize
+        size = each * weight.elements * itemsize
         if is_product:
-            yield _scatter(case, axes, size)
-        yield _rest(case, axes, size)
+            yield _scatter(case, weight.scattered, size)
+        yield _rest(case, weight.scattered, size)
     if not case.costs.table:
         return
     # The gradient of look-ups is summed where their tables live; it moves once for all.
-    table, whole = (
-        next(a for a in tree.arrays if a.path == case.costs.table)
-        for tree in (case.gradients, case.compute)
-    )
-    axes = gathered_axes(table, whole)
+    table = case.sharded.weights[case.costs.table]
     if case.costs.is_tied:  # its gradient as a head was summed above
-        size = each * whole.bytes_per_device // whole.itemsize * FLOAT32
-        yield _rest(case, axes, size)
+        yield _rest(case, table.scattered, each * table.elements * FLOAT32)
     moved = each * case.bytes(case.costs.residual)
-    yield Transfer("all-to-all", axes, moved, "gradients")
+    yield Transfer("all-to-all", table.scattered, moved, "gradients")
 
 
 def _rest(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
@@ -191,29 +184,22 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
     yield Transfer("all-to-all", ("pipe",), times.exchanges * residual, "outside")
     late = case.config.pipeline.gather == "microbatch"
     batch = case.batch_axes
-    for stored, gradient, whole in zip(
-        case.params.arrays,
-        case.gradients.arrays,
-        case.compute.arrays,
-        strict=True,
-    ):
-        is_block = case.is_block(whole.path)
-        elements = whole.bytes_per_device // whole.itemsize
-        gathers, scatters = _uses(case, whole.path)
-        for kind, tree, runs, itemsize in (
-            ("all-gather", stored, gathers, case.itemsize),
-            ("reduce-scatter", gradient, scatters, case.itemsize if late else FLOAT32),
+    summed = case.itemsize if late else FLOAT32
+    for path, weight in case.sharded.weights.items():
+        gathers, scatters = _uses(case, path)
+        for kind, axes, runs, itemsize in (
+            ("all-gather", weight.gathered, gathers, case.itemsize),
+            ("reduce-scatter", weight.scattered, scatters, summed),
         ):
-            axes = gathered_axes(tree, whole)
             # One axis after the other, the major one last when gathering.
-            size = elements * itemsize
+            size = weight.elements * itemsize
             for axis in axes:
                 times_run = runs if axis in batch and late else 1
                 yield Transfer(kind, (axis,), round(times_run * size), "weights")
                 size //= case.sizes[axis]
             if kind == "reduce-scatter":
                 rest = [a for a in batch if a not in axes]
-                rest += [] if is_block or "pipe" in axes else ["pipe"]
+                rest += [] if case.is_block(path) or "pipe" in axes else ["pipe"]
                 yield Transfer("all-reduce", tuple(rest), size, "gradients")
 
 

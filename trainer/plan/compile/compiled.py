@@ -50,6 +50,15 @@ class Compiled:
     modelled: dict[str, Any] | None = None
     fused: bool | None = None
 
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "Compiled":
+        """Returns what `dataclasses.asdict` and JSON made of one."""
+        tuples: dict[str, Any] = {
+            name: tuple((a, tuple(axes), b, c) for a, axes, b, c in document[name])
+            for name in ("collectives", "sources")
+        }
+        return cls(**document | tuples)
+
     @property
     def reserved(self) -> int:
         return self.arguments + self.temporaries
@@ -177,9 +186,7 @@ def compile_step(forecast: Forecast, keep: Path | None = None) -> Compiled:
             shutil.copy(program, keep)
         found = json.loads(result.read_text())
         found["modelled"] = _modelled(forecast, program.read_text())
-    for name in ("collectives", "sources"):
-        found[name] = tuple((a, tuple(b), c, d) for a, b, c, d in found[name])
-    return Compiled(**found)
+    return Compiled.from_json(found)
 
 
 def _modelled(forecast: Forecast, text: str) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from typing import Any
 from ....sharding import hlo
 from ....sharding.hlo import text as hlo_text
 from ...program.hardware import Target
-from .walk import Walk, Wires
+from .walk import Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def model_program(
             "the program is not scheduled, so the order of its instructions means "
             "nothing; pass the text after all optimizations"
         )
-    walk = Walk(module, target, Wires(target, sizes, dcn))
+    walk = Walk(module, target, sizes, dcn)
     run = walk.run(module.entry)
     walk.check()
     operations = sorted(_operations(module, walk), key=lambda o: -o.seconds)
@@ -161,7 +161,7 @@ def _exchanges(walk: Walk) -> Iterator[Exchange]:
     for key, some in walk.placed.items():
         times, cost = walk.times.get(key[0], 0), walk.costs.get(key)
         for one in some:
-            taken = walk.wires.take(one.op)
+            taken = walk.take(one.op)
             if not taken.axes or not times:
                 continue
             yield Exchange(

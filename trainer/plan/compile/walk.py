@@ -1,7 +1,7 @@
 """Walks a scheduled HLO program in order and adds up its time: see program.py.
 
-`Wires` says which links a collective takes and for how long, by the same links.py that
-the closed form uses; `Walk` says what overlaps.
+Which links an axis has, and how long a collective takes on them, is in links.py, as for
+the closed form.
 """
 
 import dataclasses
@@ -33,55 +33,6 @@ class Taken(NamedTuple):
     @property
     def part(self) -> str:
         return f"network, {','.join(self.axes)}"
-
-
-class Wires:
-    """The links of a mesh on a target.
-
-    Args:
-      sizes: of the axes of the mesh, the slowest network first.
-      dcn: the part of each axis that crosses slices.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        sizes: dict[str, int],
-        dcn: Mapping[str, int] | None = None,
-    ):
-        self.sizes = sizes
-        self._links = links(target, sizes, dcn)
-
-    def take(self, found: CollectiveOp) -> Taken:
-        axes = mesh_axes(found, tuple(self.sizes), tuple(self.sizes.values()))
-        if not axes:
-            return Taken(0.0, (), axes)
-        num_bytes = sum(array.num_bytes for array in found.payload)
-        if axes == UNKNOWN_AXES:
-            return self._anywhere(found, num_bytes)
-        ways = self._directions(found, axes) if found.kind == PERMUTE else "<>"
-        seconds = collective_seconds(
-            self._links, self.sizes, found.kind, axes, num_bytes
-        )
-        return Taken(seconds, tuple(f"{a}{way}" for a in axes for way in ways), axes)
-
-    def _anywhere(self, found: CollectiveOp, num_bytes: int) -> Taken:
-        """Groups that are not rows of the mesh: over the slowest links, taking all."""
-        slowest = min(self._links.values(), key=lambda link: link.bandwidth)
-        sent = bytes_sent(found.kind, num_bytes, max(map(len, found.groups)))
-        every = tuple(f"{axis}{way}" for axis in self._links for way in "<>")
-        return Taken(slowest.seconds(sent), every, UNKNOWN_AXES)
-
-    def _directions(self, found: CollectiveOp, axes: tuple[str, ...]) -> str:
-        """Returns which way a permute goes round: >, <, or both if not a ring."""
-        size = self.sizes[axes[0]]
-        if len(axes) != 1 or size == 2:
-            return "<>"
-        axis = list(self.sizes).index(axes[0])
-        shape = tuple(self.sizes.values())
-        places = np.unravel_index(np.array(found.groups), shape)[axis]
-        steps = frozenset(((places[:, 1] - places[:, 0]) % size).tolist())
-        return {frozenset([1]): ">", frozenset([size - 1]): "<"}.get(steps, "<>")
 
 
 class Cost(NamedTuple):
@@ -134,7 +85,11 @@ def _add(totals: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 class Walk:
-    """Walks the schedule of a module.
+    """Walks the schedule of a module on a target.
+
+    Args:
+      sizes: of the axes of the mesh, the slowest network first.
+      dcn: the part of each axis that crosses slices.
 
     Attributes:
       times: how often each computation runs.
@@ -142,8 +97,15 @@ class Walk:
       costs: of one run of each instruction, what it takes.
     """
 
-    def __init__(self, module: Module, target: Target, wires: Wires):
-        self._module, self._device, self.wires = module, target.device, wires
+    def __init__(
+        self,
+        module: Module,
+        target: Target,
+        sizes: dict[str, int],
+        dcn: Mapping[str, int] | None,
+    ):
+        self._module, self._device, self._sizes = module, target.device, sizes
+        self._links = links(target, sizes, dcn)
         self.reader = Reader(module)
         self.times, self._unknown = hlo.executions(module)
         self.placed: dict[Key, list[Scheduled]] = {}
@@ -253,6 +215,37 @@ class Walk:
 
     def taken(self, key: Key) -> Taken:
         """The links that the collectives of one instruction take."""
-        found = [self.wires.take(one.op) for one in self.placed[key]]
+        found = [self.take(one.op) for one in self.placed[key]]
         links = tuple(dict.fromkeys(link for one in found for link in one.links))
         return Taken(sum(one.seconds for one in found), links, found[0].axes)
+
+    def take(self, found: CollectiveOp) -> Taken:
+        """The links that one collective takes."""
+        sizes = self._sizes
+        axes = mesh_axes(found, tuple(sizes), tuple(sizes.values()))
+        if not axes:
+            return Taken(0.0, (), axes)
+        num_bytes = sum(array.num_bytes for array in found.payload)
+        if axes == UNKNOWN_AXES:
+            # Groups that are not rows of the mesh: over the slowest links, taking all.
+            slowest = min(self._links.values(), key=lambda link: link.bandwidth)
+            sent = bytes_sent(found.kind, num_bytes, max(map(len, found.groups)))
+            seconds, over, ways = slowest.seconds(sent), tuple(self._links), "<>"
+        else:
+            kind, over = found.kind, axes
+            seconds = collective_seconds(self._links, sizes, kind, axes, num_bytes)
+            ways = self._directions(found, axes) if kind == PERMUTE else "<>"
+        return Taken(
+            seconds, tuple(f"{axis}{way}" for axis in over for way in ways), axes
+        )
+
+    def _directions(self, found: CollectiveOp, axes: tuple[str, ...]) -> str:
+        """Returns which way a permute goes round: >, <, or both if not a ring."""
+        size = self._sizes[axes[0]]
+        if len(axes) != 1 or size == 2:
+            return "<>"
+        axis = list(self._sizes).index(axes[0])
+        shape = tuple(self._sizes.values())
+        places = np.unravel_index(np.array(found.groups), shape)[axis]
+        steps = frozenset(((places[:, 1] - places[:, 0]) % size).tolist())
+        return {frozenset([1]): ">", frozenset([size - 1]): "<"}.get(steps, "<>")

@@ -49,10 +49,11 @@ class Reason:
 
 def reasons(found: Search) -> list[Reason]:
     """Returns the reasons of the groups that come closest, for every setting."""
-    if found.best is None:
+    best = found.best_forecast
+    if found.best is None or best is None:
         return []
     first = found.best.choice
-    best, own = found.forecast(found.best), kinds(first, first)
+    own = kinds(first, first)
     groups: dict[str, dict[str, list[Candidate]]] = collections.defaultdict(dict)
     for candidate in found.candidates:
         for thing, kind in kinds(candidate.choice, first).items():

@@ -9,7 +9,7 @@ import numpy as np
 from ....sharding.pipeline.picture import FONT, INK, PAPER, RULE, SHADES, SOFT
 from ....sharding.text import seconds_text
 from ...record.curves import Axis, value_axis
-from .searching import Kind, Point
+from .searching import Kind, Search
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 72, 40, 76, 60
@@ -23,11 +23,13 @@ NAMES: dict[Kind, str] = {
 }
 
 
-def svg(found: Mapping[Kind, Sequence[Point]], title: str) -> str:
+def svg(found: Mapping[Kind, Sequence[Search]], title: str) -> str:
     """Draws the picture; sizes on which nothing fits have no point."""
-    curves: dict[Kind, list[tuple[int, float, Point]]] = {
+    curves: dict[Kind, list[tuple[int, float, Search]]] = {
         kind: [
-            (p.num_devices, p.forecast.roofline.step, p) for p in points if p.forecast
+            (point.target.num_devices, best.roofline.step, point)
+            for point in points
+            if (best := point.best_forecast)
         ]
         for kind, points in found.items()
     }
@@ -62,7 +64,7 @@ def svg(found: Mapping[Kind, Sequence[Point]], title: str) -> str:
     )
 
 
-def _ideal(kind: Kind, curve: Sequence[tuple[int, float, Point]]) -> list:
+def _ideal(kind: Kind, curve: Sequence[tuple[int, float, Search]]) -> list:
     """Returns the curve of perfect scaling from the first point on."""
     first, seconds, _ = curve[0]
     falls = kind == "strong"
@@ -113,7 +115,7 @@ def _line(points, devices, axis: Axis, kind: Kind, *, dashed: bool = False) -> s
     return f'<polyline points="{path}" fill="none" stroke="{COLORS[kind]}" {style}/>'
 
 
-def _dot(point: Point, x: float, y: float, kind: Kind, words: int) -> str:
+def _dot(point: Search, x: float, y: float, kind: Kind, words: int) -> str:
     """Draws a point, its efficiency `words` pixels below, or above if negative."""
     color, share = COLORS[kind], f"{point.efficiency:.0%}"
     dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'

@@ -51,13 +51,19 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Everything that was looked at; `took` is in seconds."""
+    """Everything that was looked at; `took` is in seconds.
+
+    Attributes:
+      efficiency: in `scaling`, examples per second and device of the best, relative to
+        the smallest number of devices on which anything fits; None where nothing does.
+    """
 
     config: "Config"
     target: Target
     candidates: tuple[Candidate, ...]
     num_meshes: int
     took: float
+    efficiency: float | None = None
 
     @functools.cached_property
     def fitting(self) -> tuple[Candidate, ...]:
@@ -68,6 +74,10 @@ class Search:
     @property
     def best(self) -> Candidate | None:
         return self.fitting[0] if self.fitting else None
+
+    @functools.cached_property
+    def best_forecast(self) -> Forecast | None:
+        return self.forecast(self.best) if self.best else None
 
     def finalists(self, num: int) -> list[Candidate]:
         """Returns the best few, one for each mesh."""
@@ -162,28 +172,6 @@ def in_words(found: Search | None, target: Target) -> str:
     return f"The smallest on which it trains is {found.target.name}: {devices}."
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """The search on one number of devices.
-
-    Attributes:
-      forecast: of the best candidate; None where nothing fits.
-      efficiency: examples per second and device, relative to the smallest that fits.
-    """
-
-    found: Search
-    forecast: Forecast | None
-    efficiency: float | None
-
-    @property
-    def num_devices(self) -> int:
-        return self.found.target.num_devices
-
-    @property
-    def batch(self) -> int:
-        return self.found.config.batch_size
-
-
 def scaling(
     config: "Config",
     target: Target,
@@ -192,20 +180,21 @@ def scaling(
     least: int = LEAST,
     most: int = MOST,
     progress: Progress | None = None,
-) -> list[Point]:
+) -> list[Search]:
     """Searches at every usual size of the target's kind of device."""
     each = fractions.Fraction(config.batch_size, target.num_devices)
-    points: list[Point] = []
+    points: list[Search] = []
     first: Forecast | None = None
     for size in sizes_of(target, most):
         rows = config.batch_size if kind == "strong" else each * size.num_devices
         if size.num_devices < least or int(rows) != rows:
             continue
         found = search(config, size, batch=int(rows), progress=progress)
-        best = found.forecast(found.best) if found.best else None
-        first = first or best
-        efficiency = device_rate(best) / device_rate(first) if best and first else None
-        points.append(Point(found, best, efficiency))
+        if best := found.best_forecast:
+            first = first or best
+            efficiency = device_rate(best) / device_rate(first)
+            found = dataclasses.replace(found, efficiency=efficiency)
+        points.append(found)
     return points
 
 

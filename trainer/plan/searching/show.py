@@ -1,9 +1,9 @@
 """`meshloom plan --search`, `--smallest` and `--scale` as text and JSON."""
 
+import contextlib
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....sharding.text import align, human_bytes, seconds_text
@@ -15,7 +15,7 @@ from .reasons import reasons, why_not
 from .searching import (
     Candidate,
     Kind,
-    Point,
+    Progress,
     Search,
     in_words,
     scaling,
@@ -47,8 +47,8 @@ def show(
       top: how many candidates are shown.
       compiles: compiles these for the target too.
     """
-    with Ticker() as ticker:
-        found = search(config, target, progress=ticker)
+    with ticker() as progress:
+        found = search(config, target, progress=progress)
     if found.best is None:
         _show_nothing_fits(found, as_json)
         return found
@@ -74,8 +74,8 @@ def show_smallest(
     config: "Config", target: Target, *, as_json: bool = False
 ) -> Search | None:
     """Prints and returns the best on the fewest devices; None if nothing fits."""
-    with Ticker() as ticker:
-        found = smallest(config, target, progress=ticker)
+    with ticker() as progress:
+        found = smallest(config, target, progress=progress)
     if found is None or found.best is None:
         print_styled(in_words(None, target))
     elif as_json:
@@ -87,11 +87,11 @@ def show_smallest(
 
 def show_scaling(
     config: "Config", target: Target, kinds: Sequence[Kind], *, as_json: bool = False
-) -> dict[Kind, list[Point]]:
+) -> dict[Kind, list[Search]]:
     """Prints and returns how the best candidate scales, in each of the kinds."""
-    with Ticker() as ticker:
-        found: dict[Kind, list[Point]] = {
-            kind: scaling(config, target, kind, progress=ticker) for kind in kinds
+    with ticker() as progress:
+        found: dict[Kind, list[Search]] = {
+            kind: scaling(config, target, kind, progress=progress) for kind in kinds
         }
     if as_json:
         document = {k: [_point_json(p) for p in v] for k, v in found.items()}
@@ -123,23 +123,25 @@ def best_table(found: Search, candidates: Sequence[Candidate]) -> str:
     return align(rows, right=(4, 5, 6, 7))
 
 
-def scaling_table(points: Sequence[Point]) -> str:
+def scaling_table(points: Sequence[Search]) -> str:
     head = "devices,batch,step,tokens/s,MFU,efficiency,,best candidate"
     rows: list[list[str]] = [[*head.split(",")]]
     most = max((p.efficiency or 0.0 for p in points), default=1.0)
     for point in points:
-        best = point.found.best
-        if best is None or point.forecast is None or point.efficiency is None:
+        best = point.best_forecast
+        if point.best is None or best is None or point.efficiency is None:
             cells = ["-", "-", "-", "-", "", _why_none(point)]
         else:
-            choice = best.choice
+            choice = point.best.choice
             cells = [
-                *_speed(point.forecast),
+                *_speed(best),
                 f"{point.efficiency:.0%}",
                 bar(point.efficiency / most, WIDTH),
                 f"{choice.mesh}, {choice.in_parts}, remat {choice.remat}",
             ]
-        rows.append([str(point.num_devices), str(point.batch), *cells])
+        rows.append(
+            [str(point.target.num_devices), str(point.config.batch_size), *cells]
+        )
     return align(rows, right=range(6))
 
 
@@ -149,10 +151,10 @@ def _speed(found: Forecast) -> list[str]:
     return [step, f"{tokens:,.0f}", f"<= {found.mfu:.0%}"]
 
 
-def _why_none(point: Point) -> str:
-    if not point.found.candidates:
-        return f"no mesh divides batch {point.batch}"
-    return f"nothing fits: {why_not(point.found.leanest())}"
+def _why_none(found: Search) -> str:
+    if not found.candidates:
+        return f"no mesh divides batch {found.config.batch_size}"
+    return f"nothing fits: {why_not(found.leanest())}"
 
 
 def largest_parts(found: Forecast) -> str:
@@ -174,9 +176,9 @@ def _show_nothing_fits(found: Search, as_json: bool) -> None:
             "another --batch or --target."
         )
     lean = found.leanest()
-    with Ticker() as ticker:
+    with ticker() as progress:
         num = target.num_devices
-        least = smallest(found.config, target, more_than=num, progress=ticker)
+        least = smallest(found.config, target, more_than=num, progress=progress)
     if as_json:
         more = {"leanest": lean.to_json(), "smallest": least and least.target.name}
         print(json.dumps(_json(found, []) | more, indent=1))
@@ -225,36 +227,23 @@ def _json(
     }
 
 
-def _point_json(point: Point) -> dict[str, Any]:
+def _point_json(found: Search) -> dict[str, Any]:
+    best = found.best_forecast
     return {
-        "target": point.found.target.name,
-        "devices": point.num_devices,
-        "batch_size": point.batch,
-        "efficiency": point.efficiency,
-        "best": point.forecast.to_json() if point.forecast else None,
+        "target": found.target.name,
+        "devices": found.target.num_devices,
+        "batch_size": found.config.batch_size,
+        "efficiency": found.efficiency,
+        "best": best and best.to_json(),
     }
 
 
-class Ticker:
-    """A progress line on a terminal, for searches that take longer than a second."""
+@contextlib.contextmanager
+def ticker() -> Iterator[Progress]:
+    """Shows on a terminal how far a search is."""
+    from rich.console import Console
 
-    def __init__(self):
-        self._begin, self._next, self._width = time.perf_counter(), 1.0, 0
-
-    def __enter__(self) -> "Ticker":
-        return self
-
-    def __call__(self, num: int, num_fit: int) -> None:
-        passed = time.perf_counter() - self._begin
-        if passed > self._next and sys.stderr.isatty():
-            self._next = passed + 0.2
-            self._write(f"{num:,} candidates looked at, {num_fit:,} fit")
-
-    def __exit__(self, *_) -> None:
-        if self._width:
-            self._write("")
-            print(end="\r", file=sys.stderr, flush=True)
-
-    def _write(self, text: str) -> None:
-        print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
-        self._width = max(self._width, len(text))
+    with Console(stderr=True).status("") as status:
+        yield lambda num, num_fit: status.update(
+            f"{num:,} candidates looked at, {num_fit:,} fit"
+        )
