@@ -85,7 +85,7 @@ def _train(case: Case, home: Path, cache: Path) -> Trained:
     snapshots = Snapshots(run / "service", home / "saved")
     watch, deadline = Watch(run, case), time.monotonic() + LIMIT_SECONDS
     env = {**os.environ, **ENV, "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    with _running(command, env, log) as process, watch:
+    with running(command, env, log) as process, watch:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
             snapshots.take()
@@ -103,7 +103,7 @@ def _train(case: Case, home: Path, cache: Path) -> Trained:
 
 
 @contextlib.contextmanager
-def _running(command: list[str], env: dict[str, str], log: Path) -> Iterator:
+def running(command: list[str], env: dict[str, str], log: Path) -> Iterator:
     """A process that ends with this block, and with us; so does all it has started."""
     with open(log, "wb") as output:
         process = subprocess.Popen(

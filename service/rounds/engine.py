@@ -98,6 +98,7 @@ class Engine:
         else:
             self._remove(member)
             member.incarnation, member.is_live = event.incarnation, True
+            member.bases = {}
         state.num_live += 1
         if state.is_done:
             member.status = "done"
@@ -134,7 +135,7 @@ class Engine:
             return
         assert member is not None
         member.status, member.contributed = "waiting", event.round
-        state.note_arrival(member)
+        state.note_arrival(member, event)
         self._rule.contribute(member, event)
 
     def _stop(self) -> None:

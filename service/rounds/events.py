@@ -40,7 +40,8 @@ class Contributed(Record):
     """All pieces of a contribution have arrived.
 
     Attributes:
-      base: version at which the learner read the parameters that this round exchanges.
+      base: the version that the round started from. With several fragments only the
+        one of the round before was read then.
       weight: number of tokens (or examples) that count.
       steps: local steps that were done.
     """

@@ -71,7 +71,7 @@ class Independent:
     def contribute(self, member: Member, arrival: Contributed) -> None:
         state, policy = self._state, self._state.policy
         fragment = policy.fragment_of(arrival.round)
-        age = state.age(fragment, arrival.base)
+        age = state.age(arrival)
         is_last = arrival.round == state.num_rounds
         if is_last:
             self._finished.add(member.learner)

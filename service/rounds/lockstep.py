@@ -41,7 +41,7 @@ class Lockstep:
 
     def contribute(self, member: Member, arrival: Contributed) -> None:
         state, policy = self._state, self._state.policy
-        age = state.age(policy.fragment_of(arrival.round), arrival.base)
+        age = state.age(arrival)
         is_late = arrival.round <= state.version or age > 0
         if not is_late:
             self._fresh[member.learner] = arrival
@@ -112,7 +112,7 @@ class Lockstep:
         for learner, (arrival, _) in list(self._last.items()):
             if learner in self._fresh:
                 continue
-            if self._state.age(0, arrival.base) > (self._state.policy.staleness or 0):
+            if self._state.age(arrival) > (self._state.policy.staleness or 0):
                 self._forget(learner, "too old to be reused")
             else:
                 found.append((arrival, True))

@@ -72,6 +72,8 @@ class Simulation:
         self._fragment_bytes = cluster.param_bytes / policy.fragments
         self._push_bytes = self._fragment_bytes * cluster.push_share
         self._commits_of = {f: [] for f in range(policy.fragments)}
+        # Of each contribution: the version of what it changes.
+        self._read: dict[tuple[int, int, int], int] = {}
         self._commits: list[float] = []
         self._staleness: collections.Counter[int] = collections.Counter()
         self._num_contributions = self._num_dropped = self._num_failures = 0
@@ -201,11 +203,11 @@ class Simulation:
     def _contribute(self, learner: Learner) -> None:
         release, policy = learner.release, self._policy
         assert release is not None
-        base = learner.bases[policy.fragment_of(release.round)]
         steps = policy.steps_of(release.round)
-        key = learner.index, learner.incarnation, release.round, base
+        key = learner.index, learner.incarnation, release.round
+        self._read[key] = learner.bases[policy.fragment_of(release.round)]
         weight = float(steps) if self._work is None else self._work.arrived(release)
-        self._feed(Contributed(self._time, *key, weight, steps))
+        self._feed(Contributed(self._time, *key, release.version, weight, steps))
 
     def _feed(self, event: Event) -> None:
         for decision in self._engine.handle(event):
@@ -216,6 +218,8 @@ class Simulation:
             elif isinstance(decision, Done):
                 self._finish(decision.learner)
             else:
+                key = decision.learner, decision.incarnation, decision.round
+                self._read.pop(key, None)
                 self._num_dropped += 1
         if self._work is not None:
             self._work.settled(self._engine.kept)
@@ -247,7 +251,8 @@ class Simulation:
             if self._first_done is None or self._time <= self._first_done:
                 self._useful_steps += steps
             self._num_contributions += 1
-            self._staleness[len(earlier) - bisect.bisect_right(earlier, part.base)] += 1
+            base = self._read.pop((part.learner, part.incarnation, part.round))
+            self._staleness[len(earlier) - bisect.bisect_right(earlier, base)] += 1
         earlier.append(commit.version)
         self._commits.append(self._time)
 

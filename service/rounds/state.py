@@ -19,6 +19,8 @@ class Member:
       released: when that was.
       status: "joined", "computing", "waiting" (has contributed) or "done".
       contributed: the last round that any incarnation of it contributed.
+      bases: the version that it has read of each fragment, last exchanged or all at
+        once; empty before the first round of an incarnation.
     """
 
     learner: int
@@ -29,6 +31,7 @@ class Member:
     released: float = 0.0
     status: str = "joined"
     contributed: int = 0
+    bases: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class State:
@@ -49,13 +52,22 @@ class State:
         self._last_quorum: float | None = None  # when the last commit had its quorum
         self._commits_of = {f: [] for f in range(policy.fragments)}
         self._num_committed = 0
+        # With several fragments a round begins when another one is read: the versions
+        # of those that the contributions change.
+        self._read: dict[tuple[int, int, int], int] = {}
 
-    def age(self, fragment: int, base: int) -> int:
-        """Returns how many commits have changed a fragment since version `base`."""
-        commits = self._commits_of[fragment]
+    def age(self, arrival: Contributed) -> int:
+        """Returns how many commits have changed its fragment since it was read."""
+        base = self._read.get(_key(arrival), arrival.base)
+        commits = self._commits_of[self.policy.fragment_of(arrival.round)]
         return len(commits) - bisect.bisect_right(commits, base)
 
     def release(self, member: Member, round: int) -> None:
+        # The learner reads what it has exchanged, or everything if it goes elsewhere.
+        fragments = range(self.policy.fragments)
+        if member.bases and round == member.round + 1:
+            fragments = (self.policy.fragment_of(member.round),)
+        member.bases |= dict.fromkeys(fragments, self.version)
         member.round, member.base = round, self.version
         member.released, member.status = self.time, "computing"
         self.decisions.append(
@@ -63,8 +75,8 @@ class State:
         )
 
     def drop(self, arrival: Contributed, reason: str) -> None:
-        key = arrival.learner, arrival.incarnation, arrival.round
-        self.decisions.append(Dropped(*key, reason))
+        self._read.pop(_key(arrival), None)
+        self.decisions.append(Dropped(*_key(arrival), reason))
 
     def finish(self, learner: int | None) -> None:
         self.is_done = self.is_done or learner is None
@@ -78,8 +90,11 @@ class State:
         # 0.1 x 30 is 3.0000000000000004: not a reason to wait for a fourth.
         return max(math.ceil(quorum * num_learners - 1e-9), 1)
 
-    def note_arrival(self, member: Member) -> None:
-        """Records the timing of a contribution that has just arrived."""
+    def note_arrival(self, member: Member, arrival: Contributed) -> None:
+        """Records the timing and the age of a contribution that has just arrived."""
+        if self.policy.fragments > 1:
+            fragment = self.policy.fragment_of(arrival.round)
+            self._read[_key(arrival)] = member.bases[fragment]
         self._lags.add_duration(self.time - member.released)
         if self._last_quorum is not None:
             self._lags.add_lag(self.time - self._last_quorum)
@@ -96,7 +111,7 @@ class State:
         arrivals.sort(key=lambda a: (a[0].learner, a[0].incarnation, a[0].round))
         contributions, divisor = [], 0.0
         for arrival, is_reused in arrivals:
-            coefficient, part = self._coefficient(fragment, arrival)
+            coefficient, part = self._coefficient(arrival)
             divisor += part
             contributions.append(
                 Contribution(
@@ -115,13 +130,15 @@ class State:
         self.version += 1
         self._num_committed += len(arrivals)
         self._commits_of[fragment].append(self.version)
+        for arrival, _ in arrivals:
+            self._read.pop(_key(arrival), None)
         # Without any weight the sum is zero already.
         parts = tuple(contributions)
         self.decisions.append(
             Commit(self.version, fragment, step, share, divisor or 1.0, parts)
         )
 
-    def _coefficient(self, fragment: int, arrival: Contributed) -> tuple[float, float]:
+    def _coefficient(self, arrival: Contributed) -> tuple[float, float]:
         """Returns the coefficient and what it adds to the divisor.
 
         The discount of old contributions is not part of the divisor: one that is
@@ -130,7 +147,7 @@ class State:
         policy, weight = self.policy, arrival.weight
         discount = 1.0
         if policy.late == "merge":
-            discount /= 1 + self.age(fragment, arrival.base)
+            discount /= 1 + self.age(arrival)
         if policy.outer is None:  # the payload is a sum over tokens
             return discount, weight
         if policy.weights == "equal":
@@ -138,3 +155,7 @@ class State:
         elif policy.weights == "tokens_squared_per_step":
             weight = weight * weight / arrival.steps
         return discount * weight, weight
+
+
+def _key(arrival: Contributed) -> tuple[int, int, int]:
+    return arrival.learner, arrival.incarnation, arrival.round

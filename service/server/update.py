@@ -73,31 +73,45 @@ class OptaxUpdate:
 
 
 class OuterUpdate:
-    """SGD on the mean change of the parameters, with momentum kept in float32."""
+    """SGD on the mean change of the parameters, with momentum kept in float32.
+
+    Shares of an update that add up to 1 change and decay the momentum as one whole
+    update does, and not once each: m <- decay**share * m + gain(share) * d.
+    """
 
     def __init__(
         self, learning_rate: float, momentum: float = 0.0, nesterov: bool = False
     ):
-        self._learning_rate = learning_rate
-        self._momentum = momentum or None  # None: no state
+        self._learning_rate = np.float32(learning_rate)
+        self._decay = np.float32(momentum)
         self._nesterov = nesterov
 
     def init(self, params: Params, axes: Axes) -> Any:
         del axes
+        if not self._decay:
+            return optax.EmptyState()
         wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        return self._tx(1.0).init(wide)
+        return optax.trace(1.0).init(wide)
 
     def update(self, grads, opt_state, params, axes, step, share):
         del axes, step
-        updates, opt_state = self._tx(share).update(grads, opt_state)
+        directions = grads
+        if self._decay:
+            decay = jnp.float32(self._decay) ** share
+            gain = (1 - decay) / (1 - self._decay)
+            scaled = jax.tree.map(lambda g: gain * g, grads)
+            directions, opt_state = optax.trace(decay).update(scaled, opt_state)
+            if self._nesterov:
+                directions = jax.tree.map(
+                    lambda g, m: g + self._decay * m, grads, directions
+                )
+        rate = self._learning_rate * share
         new = jax.tree.map(
-            lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), params, updates
+            lambda p, d: (p.astype(jnp.float32) - rate * d).astype(p.dtype),
+            params,
+            directions,
         )
         return new, opt_state
-
-    def _tx(self, share: Any) -> optax.GradientTransformation:
-        rate = self._learning_rate * share
-        return optax.sgd(rate, momentum=self._momentum, nesterov=self._nesterov)
 
 
 def no_optimizers(spec: dict[str, Any]) -> Update:

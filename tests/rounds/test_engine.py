@@ -218,6 +218,26 @@ def test_learners_in_different_rounds_merge_only_the_same_fragment():
     assert commit.fragment == 0 and commit.contributions[0].coefficient == 0.5
 
 
+def test_a_fragment_is_as_old_as_its_last_exchange():
+    """Not as the round, which began when the fragment before was exchanged."""
+    policy = Policy(
+        local_steps=2, fragments=2, quorum=1, staleness=9, late="merge", outer=SGD
+    )
+    engine = start(policy, 2)
+    send(engine, 0, 1.0), send(engine, 1, 2.0), send(engine, 0, 3.0)
+    # Learner 0 has had fragment 0 since version 1, and version 2 has changed it.
+    (commit,) = commits(send(engine, 0, 4.0))
+    (part,) = commit.contributions
+    assert (commit.version, commit.fragment, part.base) == (4, 0, 3)
+    assert part.coefficient == 0.5
+    # A learner that comes back reads all fragments of one version.
+    engine.handle(Left(5.0, 1, 1, "crashed"))
+    engine.handle(Joined(5.0, 1, 2))
+    found = commits(send(engine, 1, 6.0) + send(engine, 1, 7.0))
+    assert [commit.fragment for commit in found] == [1, 0]
+    assert [c.contributions[0].coefficient for c in found] == [1.0, 1.0]
+
+
 def test_adaptive_grace_follows_the_lags_but_not_the_stragglers():
     policy = Policy(quorum=1, staleness=None, late="merge", grace="adaptive")
     engine = start(policy, 3, num_rounds=100)

@@ -44,6 +44,8 @@ class World:
         self.dropped: collections.Counter = collections.Counter()
         self.commits: list[Commit] = []
         self.finished: set[int] = set()
+        # Of each round that began: the version of what it exchanges at its end.
+        self.read: dict[tuple[int, int, int], int] = {}
         self.is_complete = False
 
     def feed(self, event) -> None:
@@ -138,9 +140,19 @@ class World:
             assert release.round == release.version + 1
         self.working[learner] = release
         self.current[learner] = release.round
+        self._read(release)
         bound = self.policy.staleness
         if not self.policy.is_lockstep and self.policy.late == "wait" and bound:
             assert release.round - min(self.current.values()) <= bound
+
+    def _read(self, release: Release) -> None:
+        """Notes what a learner reads: the fragment of the round before, or all."""
+        who, round = (release.learner, release.incarnation), release.round
+        turn = self.policy.fragments
+        if (*who, round - 1) not in self.read:  # the first round, or elsewhere
+            for ahead in range(turn):
+                self.read[*who, round + ahead] = release.version
+        self.read[*who, round - 1 + turn] = release.version
 
     def _check_commit(self, commit: Commit) -> None:
         earlier = list(self.commits)
@@ -168,7 +180,8 @@ class World:
                 assert same not in self.used, "samples committed twice"
                 self.used.add(same)
             self.committed[key] += 1
-            age = sum(c.fragment == commit.fragment for c in earlier[part.base :])
+            since = earlier[self.read[key] :]
+            age = sum(c.fragment == commit.fragment for c in since)
             self._check_part(part, commit, age)
             divisor += part.weight
         if self.policy.outer is None or self.policy.weights == "tokens":

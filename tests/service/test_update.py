@@ -231,6 +231,27 @@ def test_outer_momentum_of_bfloat16_parameters_is_float32():
     assert jax.tree.leaves(state)[0].tolist() == [2**-9] * 4
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_shares_of_an_update_leave_the_momentum_of_one(nesterov):
+    """Four learners that are committed one by one are as one commit of all four."""
+    update = OuterUpdate(0.7, momentum=0.9, nesterov=nesterov)
+    change, still = {"w": np.ones(2, np.float32)}, {"w": np.zeros(2, np.float32)}
+    found = []
+    for share in (1.0, 0.25):
+        params, times = still, round(1 / share)
+        state = update.init(params, {"w": (None,)})
+        for _ in range(times):
+            params, state = update.update(change, state, params, {}, 0, share)
+        momentum = jax.tree.leaves(state)[0]
+        for _ in range(150 * times):  # until the momentum is gone
+            params, state = update.update(still, state, params, {}, 0, share)
+        found.append((momentum, params["w"]))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
+    # .7 of the change, and of it again .9, .81, ...
+    np.testing.assert_allclose(found[0][1], -7.0, rtol=1e-5)
+    np.testing.assert_allclose(found[1][1], -7.0, rtol=1e-4)
+
+
 def test_share_scales_the_learning_rate():
     """Two commits of half a share move as far as one, if the gradient is the same."""
     params = {"w": np.ones((4, 6), np.float32)}
