@@ -20,14 +20,10 @@ def train(folder: Path, processes: int, devices: int, mesh: str) -> Path:
     workdir = folder / f"run-{processes}"
     argv = [sys.executable, "-m", "meshloom.trainer.cli", "train"]
     argv += ["--config", str(folder / "noisy.gin"), "--workdir", str(workdir)]
-    argv += [
-        "--set",
-        "num_microbatches=2",
-        "--cpu-devices",
-        str(devices),
-        "--mesh",
-        mesh,
-    ]
+    argv += ["--cpu-devices", str(devices), "--mesh", mesh]
+    # Other tests look at what these do in several processes.
+    settings = ("num_microbatches=2", "check_replicas_every=0", "probe_network=False")
+    argv += [part for text in settings for part in ("--set", text)]
     env = {"PYTHONPATH": str(SUPPORT)}
     if processes == 1:
         ended = jobs.run_processes([env], devices, argv, 240)

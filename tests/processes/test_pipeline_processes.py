@@ -35,15 +35,12 @@ LAYOUTS = {
     for schedule in SCHEDULES
 }
 ONE = Layout(1, 1, "data=1", [ROWS], 1, (LAYERS,))
-# Evaluates, saves and samples too.
+# Evaluates, saves and samples too. Its layers are not in their natural order.
 WHOLE = Layout(
-    2,
-    2,
-    "pipe=2,data=2",
-    [ROWS, ROWS],
-    2,
+    *MESHES["2x4"],
     (LAYERS, "num_microbatches=4", 'pipeline.schedule="interleaved"'),
 )
+LAYOUTS["2x4-interleaved"] = WHOLE
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +53,7 @@ def run_of(tmp_path_factory, config_file):
     return Runs(config_file, tmp_path_factory.mktemp("runs"))
 
 
-ALWAYS = ("2x4-1f1b", "4x1-interleaved")
+ALWAYS = ("2x4-interleaved", "4x1-1f1b")
 
 
 @pytest.mark.parametrize(

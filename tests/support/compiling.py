@@ -1,7 +1,7 @@
 """What the compiler is told by every test: compiling takes most of their time."""
 
-# No optimization, LLVM's emitters instead of MLIR's (a quarter of the time), and one
-# LLVM module for each program. What is partitioned and computed stays the same; the
+# No optimization, LLVM's emitters instead of MLIR's (a quarter of the time, without a
+# pipeline), and one LLVM module a program. What is computed stays the same; the
 # wheel is tested, and benchmarks are measured, with the compiler's own choices.
 FLAGS = (
     "--xla_backend_optimization_level=0 "
