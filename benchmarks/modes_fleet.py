@@ -25,10 +25,11 @@ from meshloom.trainer.record import metrics
 from meshloom.trainer.record.ledger import Ledger
 
 PROGRAM = (sys.executable, "-P", "-m", "meshloom.trainer.cli")
+INHERITED = os.environ.get("XLA_FLAGS", "")
 # One thread of arithmetic for each process. Without a least time to compile, the second
 # fleet finds every program of the first.
 ENV = {
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "XLA_FLAGS": f"{INHERITED} --xla_cpu_multi_thread_eigen=false".strip(),
     "NPROC": "1",
     "JAX_PLATFORMS": "cpu",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
