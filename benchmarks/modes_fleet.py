@@ -27,8 +27,9 @@ from meshloom.trainer.record.ledger import Ledger
 PROGRAM = (sys.executable, "-P", "-m", "meshloom.trainer.cli")
 # One thread of arithmetic for each process. Without a least time to compile, the second
 # fleet finds every program of the first.
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 ENV = {
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}",
     "NPROC": "1",
     "JAX_PLATFORMS": "cpu",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
