@@ -153,7 +153,8 @@ def test_an_asynchronous_run_with_a_death_and_a_late_learner_replays(tmp_path, c
             lambda: parts.rounds()[3] >= 1, late, tmp_path / "learner 3", SECONDS
         )
         log = parts.run / "learners" / "1" / "logs" / "supervisor.jsonl"
-        starts = [json.loads(line) for line in log.read_text().splitlines()]
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        starts = [event for event in events if event["event"] == "start"]
         os.kill(starts[-1]["pids"][0], signal.SIGKILL)
         for number, process in enumerate((*learners, late)):
             assert process.wait(SECONDS) == 0, parts.text(f"learner {number}")
