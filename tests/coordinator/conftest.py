@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import pytest
+from job_specs import job_spec
 
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.coordinator import driver, restoring
@@ -160,22 +161,8 @@ class FatalLog(Log):
 def spec_message(**changes) -> dict[str, Any]:
     mode, overrides = changes.pop("mode", "sync"), changes.pop("policy", {})
     layout = make_layout(LEAVES, block_bytes=16)
-    return {
-        "job": "run",
-        "policy": make_policy(mode, **overrides).to_json(),
-        "num_learners": 2,
-        "num_rounds": 4,
-        "layout": layout.to_json(),
-        "update": {"kind": "optimizer"},
-        "max_grad_norm": None,
-        "skip_grad_norm": None,
-        "compression": {"push": "float32"},
-        "config_digest": "c0ffee",
-        "data": {},
-        "stop": None,
-        "version": VERSION,
-        **changes,
-    }
+    facts = {"num_rounds": 4, "version": VERSION, **changes}
+    return job_spec(make_policy(mode, **overrides), layout, **facts)
 
 
 class House:

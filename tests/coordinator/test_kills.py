@@ -8,61 +8,11 @@ else away, starts anew, and compares the end with that of a run without a kill.
 import json
 
 import pytest
+from mortal_jobs import Learner, play_to_the_end
 
 from meshloom.service.coordinator.history import make_history
 
 ROUNDS = 4
-
-
-class Learner:
-    """A learner whose contribution follows from the version it started from."""
-
-    def __init__(self, house, index: int):
-        self.house, self.index = house, index
-        self.incarnation = 0
-        self.round = 0  # the last that was done
-        self.is_done = False
-
-    def play(self) -> None:
-        """Does what it may do, as far as it may."""
-        if not self.incarnation:
-            answer = self.house.ask("join", learner=self.index, owner=f"me{self.index}")
-            self.incarnation, self.round = answer["incarnation"], 0
-        place = self.house.next(self.index, self.incarnation, self.round)
-        if place["state"] == "left":
-            self.incarnation = 0
-        elif place["state"] == "done":
-            self.is_done = True
-        elif place["state"] == "go":
-            key = self.index, self.incarnation, place["round"]
-            for server in self.house.servers:
-                start = server.jobs["run"]["versions"][place["version"]]
-                server.stage("run", key, start / 4 + self.index + place["round"])
-            answer = self.house.contribute(*key, place["version"])
-            if answer["state"] == "ok":
-                self.round = place["round"]
-
-
-def play_to_the_end(house, learners, killed, *, lose_servers: bool) -> None:
-    is_up = False
-    for _ in range(200):
-        try:
-            if not is_up:
-                house.start()
-                is_up = True
-            if not house.job.is_initialized:
-                house.initialize()
-            for learner in learners:
-                learner.play()
-            if all(learner.is_done for learner in learners):
-                return
-        except killed:
-            is_up = False
-            if lose_servers:
-                for server in house.servers:
-                    server.lose()
-    states = [(x.index, x.incarnation, x.round, x.is_done) for x in learners]
-    raise AssertionError(f"the job did not end: {states}, {house.fate.passed[-9:]}")
 
 
 def run(make_house, killed, name, fatal, *, lose_servers=False, **changes):
@@ -174,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
     assert any(re.search(message, line) for line in house.said), house.said
     assert any("continues from version 2; 2 commits abandoned" in x for x in house.said)
     learners = [Learner(house, index) for index in range(2)]
-    play_to_the_end(house, learners, killed, lose_servers=False)
+    play_to_the_end(house, learners, killed)
     assert outcome(house)[3] == [1, 2, 3, 4]
 
 

@@ -2,7 +2,9 @@
 
 import json
 
+import mortal_jobs
 import pytest
+from mortal_jobs import play_to_the_end
 
 from meshloom.service.wire.errors import Refused
 
@@ -20,37 +22,14 @@ def rows(house, name: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-class Learner:
+class Learner(mortal_jobs.Learner):
     """Evaluates each version that it starts from, if it is learner 0."""
 
-    def __init__(self, house, index: int):
-        self.house, self.index = house, index
-        self.incarnation, self.round, self.is_done = 0, 0, False
-
-    def play(self) -> None:
-        """Does what it may do, as far as it may; can be killed anywhere in between."""
-        if not self.incarnation:
-            answer = self.house.ask("join", learner=self.index, owner=f"me{self.index}")
-            self.incarnation, self.round = answer["incarnation"], 0
-        place = self.house.next(self.index, self.incarnation, self.round)
-        if place["state"] == "left":
-            self.incarnation = 0
-        elif place["state"] == "done":
-            self.is_done, self.reason = True, place["reason"]
-        elif place["state"] == "go":
-            self._work(place["round"], place["version"])
-
-    def _work(self, round: int, version: int) -> None:
+    def begin(self, version: int) -> None:
         if self.index == 0 and version:
             loss = LOSSES[version]
             row = {"step": version, "local_step": version, "loss": loss}
             self.house.ask("report", kind="eval", row=row)
-        key = self.index, self.incarnation, round
-        for server in self.house.servers:
-            start = server.jobs["run"]["versions"][version]
-            server.stage("run", key, start / 4 + self.index + round)
-        if self.house.contribute(*key, version)["state"] == "ok":
-            self.round = round
 
 
 def play(make_house, killed, name="service", *, fatal=None, lose_servers=False):
@@ -58,23 +37,8 @@ def play(make_house, killed, name="service", *, fatal=None, lose_servers=False):
     house = make_house(name, num_rounds=9, stop=STOP)
     house.fate.fatal = fatal
     learners = [Learner(house, index) for index in range(2)]
-    is_up = False
-    for _ in range(200):
-        try:
-            if not is_up:
-                house.start()
-                is_up = True
-            if not house.job.is_initialized:
-                house.initialize()
-            for learner in learners:
-                learner.play()
-            if all(learner.is_done for learner in learners):
-                return house, learners
-        except killed:
-            is_up = False
-            for server in house.servers if lose_servers else ():
-                server.lose()
-    raise AssertionError(f"the job did not end: {house.fate.passed[-9:]}")
+    play_to_the_end(house, learners, killed, lose_servers=lose_servers)
+    return house, learners
 
 
 def outcome(house, learners) -> tuple:

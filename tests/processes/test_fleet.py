@@ -4,16 +4,14 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from launched import default_signals, ending, wait_until
+from launched import ending
+from real_fleets import SECONDS, SMALL, RealFleet, check_replay, real_fleet
 from slurm_cluster import slurm_cluster
-from test_jobs import ends
-from tiny_runs import COMMAND, command
+from tiny_runs import COMMAND, sets_of
 from two_hosts import ssh_daemon, two_hosts
 
 from meshloom.launch.fleet_status import last_commit
@@ -21,54 +19,10 @@ from meshloom.trainer.record import metrics
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
-NUM_STEPS = 300
-SECONDS = 240  # a fleet takes about 60 on two quiet cores
+NUM_STEPS = 100
 SERVICE = ("coordinator", "server 0", "server 1")
-
-
-class RealFleet:
-    def __init__(self, folder: Path, process: subprocess.Popen):
-        self.run, self.output, self.process = folder / "run", folder / "output", process
-
-    def events(self, *folder: str) -> list[dict]:
-        file = self.run.joinpath(*folder, "logs", "supervisor.jsonl")
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def pids(self) -> list[int]:
-        """Everything that was started, and by whom ever."""
-        found = [*self.events(), *self.events("learners", "0")]
-        found += self.events("learners", "1")
-        return [pid for event in found for pid in event.get("pids", [])]
-
-    def pid_of(self, name: str) -> int:
-        """Returns the newest process of a role; of "learner I" its training process."""
-        if name.startswith("learner"):
-            events = self.events("learners", name.split()[1])
-            starts = [e for e in events if e["event"] == "start"]
-        else:
-            starts = [e for e in self.events() if e.get("name") == name]
-            starts = [e for e in starts if e["event"] == "start"]
-        return starts[-1]["pids"][0]
-
-    def starts(self) -> dict[str, int]:
-        names = [e["name"] for e in self.events() if e["event"] == "start"]
-        return {name: names.count(name) for name in names}
-
-    def until(self, done) -> None:
-        wait_until(done, self.process, self.output, SECONDS)
-
-    def until_commit(self, number: int) -> None:
-        self.until(lambda: (last_commit(self.run) or 0) >= number)
-
-    def status(self) -> int:
-        status = self.process.wait(SECONDS)
-        assert self.pids() and all(ends(pid) for pid in self.pids()), self.text
-        return status
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text(errors="replace")
+# Rounds that take their time, so that whoever comes back still finds some.
+SLOWLY = sets_of("exchange.wait=0.4")
 
 
 @pytest.fixture
@@ -76,45 +30,55 @@ def fleet(tmp_path, request) -> Iterator[RealFleet]:
     """Args:
     request: may have more flags of train.
     """
-    flags = ["--learners", "2", "--servers", "2", "--cpu-devices", "1"]
-    flags += ["--save-commits", "20"]
-    train = ["train", "--config", "drill", "--steps", str(NUM_STEPS)]
-    train += ["--workdir", str(tmp_path / "run"), *getattr(request, "param", [])]
-    with open(tmp_path / "output", "wb") as output, default_signals():
-        process = subprocess.Popen(
-            [COMMAND, "launch", "local", *flags, "--", *train],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    with ending(process):
-        yield RealFleet(tmp_path, process)
+    flags = ["--cpu-devices", "1", "--save-commits", "10"]
+    train = [*SMALL, "--steps", str(NUM_STEPS), *SLOWLY, *getattr(request, "param", [])]
+    with real_fleet(tmp_path, train, flags=flags) as fleet:
+        yield fleet
 
 
-def check_done(fleet: RealFleet, steps: int = NUM_STEPS) -> None:
+def check_done(fleet: RealFleet) -> None:
     assert fleet.status() == 0, fleet.text
     rows = metrics.read(fleet.run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert rows[-1]["loss"] < rows[0]["loss"]
     final = json.loads((fleet.run / "final.json").read_text())
-    assert final["version"] == steps
+    assert final["version"] == NUM_STEPS
 
 
-def test_a_learner_that_is_killed_comes_back_alone(fleet):
-    fleet.until_commit(5)
-    os.kill(fleet.pid_of("learner 1"), signal.SIGKILL)
-    check_done(fleet)
+@pytest.mark.parametrize(
+    "fleet", [sets_of('exchange.push="topk:0.01+int8"')], indirect=True
+)
+def test_whoever_is_killed_comes_back(fleet):
+    """One after the other; a learner comes back with what it had not sent yet."""
+    fleet.until_saved(1)
+    fleet.kill("learner 1")
+    fleet.until(lambda: (1, 2) in fleet.who())
     assert set(fleet.starts().values()) == {1}  # its own supervisor restarted it
-    (restart,) = [e for e in fleet.events("learners", "1") if e["event"] == "restart"]
+    (restart,) = fleet.restarts(1)
     assert "was killed by signal 9 (SIGKILL)" in restart["reason"]
-    assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
+    joined = [row for row in fleet.ledger(1) if row["event"] == "joined"]
+    assert joined[-1]["optimizer_step"] > 0
+
+    before = last_commit(fleet.run)
+    fleet.kill("coordinator")
+    fleet.until_commit(before + 3)
+    starts = fleet.starts()
+    assert {name for name, n in starts.items() if n == 2} == {"coordinator"}
+    assert not fleet.restarts(0) and len(fleet.restarts(1)) == 1
+
+    # With one of its servers the service loses its state, and starts as a whole.
+    fleet.kill("server 1")
+    fleet.until(lambda: (0, 2) in fleet.who())
+    for name in SERVICE:
+        starts[name] += 1
+    check_done(fleet)
+    assert fleet.starts() == starts
+    assert fleet.num_busy_servers() == 2
+    assert fleet.who() >= {(0, 1), (1, 1), (1, 2), (0, 2), (1, 3)}
+    check_replay(fleet.run)
 
 
-SLOWLY = ["--steps", "160", "--set", "exchange.wait=0.2"]
-
-
-@pytest.mark.parametrize("fleet", [SLOWLY], indirect=True)
+@pytest.mark.parametrize("fleet", [sets_of('exchange.push="int8"')], indirect=True)
 def test_a_learner_that_stands_still_is_left_behind_and_comes_back(fleet):
     """Longer than its lease; all others, the service too, only for a moment."""
 
@@ -131,41 +95,23 @@ def test_a_learner_that_stands_still_is_left_behind_and_comes_back(fleet):
         os.kill(pid, signal.SIGCONT)
     fleet.until(alone)
     os.kill(sleeper, signal.SIGCONT)
-    check_done(fleet, 160)
-    assert set(fleet.starts().values()) == {1}
-    assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
-    (restart,) = [e for e in fleet.events("learners", "1") if e["event"] == "restart"]
-    assert "exited with code 69" in restart["reason"]
-    rows = metrics.read(fleet.run / "commits.jsonl")
-    parts = [part for row in rows for part in row["contributions"]]
-    found = {(part["learner"], part["incarnation"]) for part in parts}
-    assert found == {(0, 1), (1, 1), (1, 2)}  # it waits for nobody, and comes back
-    replayed = command("rounds", "replay", str(fleet.run), timeout=SECONDS)
-    assert "are bit-equal" in replayed.stdout, replayed.stdout + replayed.stderr
-
-
-@pytest.mark.parametrize(
-    "role, restarted",
-    [
-        ("coordinator", SERVICE[:1]),
-        ("server 1", SERVICE),
-    ],
-)
-def test_a_service_that_loses_a_process_comes_back(role, restarted, fleet):
-    fleet.until_commit(30)
-    os.kill(fleet.pid_of(role), signal.SIGKILL)
     check_done(fleet)
-    assert {name for name, n in fleet.starts().items() if n == 2} == set(restarted)
+    assert set(fleet.starts().values()) == {1} and not fleet.restarts(0)
+    (restart,) = fleet.restarts(1)
+    assert "exited with code 69" in restart["reason"]
+    # It waits for nobody, and comes back.
+    assert fleet.who() == {(0, 1), (1, 1), (1, 2)}
+    check_replay(fleet.run)
 
 
 @pytest.mark.slow
 def test_a_coordinator_that_is_stopped_is_killed_and_comes_back(fleet):
-    fleet.until_commit(30)
+    fleet.until_commit(15)
     os.kill(fleet.pid_of("coordinator"), signal.SIGSTOP)
     check_done(fleet)
     assert "coordinator gave no sign of life for 20 s; killing it" in fleet.text
     assert {name for name, n in fleet.starts().items() if n == 2} == {"coordinator"}
-    assert not [e for e in fleet.events("learners", "0") if e["event"] == "restart"]
+    assert not fleet.restarts(0)
 
 
 def test_told_to_stop_everyone_saves(fleet):
@@ -190,7 +136,7 @@ def test_killed_it_leaves_nobody_behind(fleet):
 @pytest.mark.parametrize("target", ["ssh", "slurm"])
 def test_a_fleet_on_two_hosts(target, tmp_path):
     run, output = tmp_path / "run", tmp_path / "output"
-    train = ["train", "--config", "drill", "--steps", "8", "--workdir", str(run)]
+    train = ["train", *SMALL, "--steps", "8", "--workdir", str(run)]
     with two_hosts(tmp_path) as (a, b), contextlib.ExitStack() as stack:
         flags, env = ["--nodes", "2"], {}
         if target == "slurm":

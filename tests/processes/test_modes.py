@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from launched import default_signals, ending, wait_until
 from paths import ROOT
+from tiny_runs import sets_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -18,6 +19,7 @@ SECONDS = 180  # two fleets take about 30 on two quiet cores
 STEPS = 32
 FLAGS = ["--configs", "drill", "--modes", "local-sgd", "--seeds", "1", "--slow", "1x4"]
 FLAGS += ["--learners", "2", "--steps", str(STEPS), "--points", "2"]
+FLAGS += sets_of("model.num_layers=1", "model.unroll=1")
 
 
 def command(folder: Path, *more: str) -> list[str]:

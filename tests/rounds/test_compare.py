@@ -16,24 +16,45 @@ from meshloom.service.rounds.simulate import simulate
 from meshloom.trainer.commands import rounds
 from meshloom.trainer.config import files
 from meshloom.trainer.program import optimizers
+from meshloom.trainer.run import exchange
 from meshloom.trainer.run.train import Config
-from meshloom.trainer.verify.compare import Task, Training, compare
+from meshloom.trainer.verify import compare as compare_lib
+from meshloom.trainer.verify.compare import Training, compare
 
 SMALL = [
     *("model.num_layers=1", "model.unroll=1", "model.d_model=16", "model.d_ff=32"),
     "batch_size=8",
 ]
 CLUSTER = Cluster(step_seconds=(4.0, 1.0))
+NUM_STEPS = 12
+Task = compare_lib.Task
 
 
-def load(num_steps: int) -> Config:
-    bindings = [*SMALL, f"num_steps={num_steps}"]
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch):
+    monkeypatch.setattr(compare_lib, "Task", task_of)
+
+
+def load(num_steps: int = NUM_STEPS, *more: str) -> Config:
+    bindings = [*SMALL, f"num_steps={num_steps}", *more]
     return files.load(["drill"], bindings, root=Config).config
+
+
+def task_of(config: Config, num_learners: int) -> Task:
+    """Returns the task, whose programs are compiled once for all tests."""
+    config = dataclasses.replace(config, exchange=exchange.Config())
+    key = repr(config), num_learners
+    if key not in TASKS:
+        TASKS[key] = Task(config, num_learners)
+    return TASKS[key]
+
+
+TASKS: dict[tuple[str, int], Task] = {}
 
 
 def train_alone(config: Config) -> list[np.ndarray]:
     """Returns the parameters after ordinary training on whole batches."""
-    task = Task(config, 1)
+    task = task_of(config, 1)
     state = task.initial
     for step in range(config.num_steps):
         state, _ = task.program.step(state, task.batch(step, 0))
@@ -41,7 +62,7 @@ def train_alone(config: Config) -> list[np.ndarray]:
 
 
 def train_in(config: Config, policy: Policy, cluster: Cluster = CLUSTER):
-    training = Training(Task(config, len(cluster.step_seconds)), policy, 4)
+    training = Training(task_of(config, len(cluster.step_seconds)), policy, 4)
     num_rounds = policy.num_rounds(config.num_steps)
     simulate(policy, cluster, num_rounds, work=training)
     return training.shared()
@@ -54,11 +75,11 @@ def assert_equal(found, expected, rtol):
 
 
 def test_sync_is_ordinary_training():
-    config = load(6)
+    config = load()
     expected = train_alone(config)
     # AdamW with clipping; only the order of additions differs.
     assert_equal(train_in(config, make_policy("sync")), expected, 1e-5)
-    start = jax.tree.leaves(Task(config, 1).initial.params)
+    start = jax.tree.leaves(task_of(config, 1).initial.params)
     moved = [np.abs(a - b).max() for a, b in zip(start, expected, strict=True)]
     assert max(moved) > 1e-2
 
@@ -71,17 +92,15 @@ def test_averaging_after_each_step_of_sgd_is_ordinary_training():
 
 def test_compressed_contributions():
     """The losses of sync, in the bytes that the arithmetic says."""
-    exchange = files.load(["drill"], ['exchange.push="topk:0.1+int8"'], root=Config)
-    config = dataclasses.replace(load(12), exchange=exchange.config.exchange)
+    config = load(NUM_STEPS, 'exchange.push="topk:0.1+int8"')
     cluster = dataclasses.replace(CLUSTER, param_bytes=1000)
     policies = {"sync": make_policy("sync")}
-    (dense,) = compare(load(12), policies, cluster, num_points=2)
+    (dense,) = compare(load(), policies, cluster, num_points=2)
     (packed,) = compare(config, policies, cluster, num_points=2)
     assert 0 < packed.distance < 1 and dense.distance == 0
     assert packed.points[-1].loss < packed.points[0].loss
-    share = push_share(
-        Task(config, 2).make_layout(policies["sync"]), config.exchange.codec
-    )
+    layout = task_of(config, 2).make_layout(policies["sync"])
+    share = push_share(layout, config.exchange.codec)
     assert 0.075 < share < 0.08
     up = [learner.bytes_up for learner in packed.outcome.learners]
     np.testing.assert_allclose(up, 12 * 1000 * share)
@@ -100,7 +119,7 @@ class Sgd:
 
 
 def test_fragments_without_delay_are_exchanged_one_by_one():
-    config = load(8)
+    config = load()
     policy = Policy(local_steps=4, fragments=2, outer=Outer(learning_rate=1.0))
     whole = Policy(local_steps=4, outer=Outer(learning_rate=1.0))
     found, other = train_in(config, policy), train_in(config, whole)
@@ -128,16 +147,18 @@ def test_every_mode_trains_and_is_deterministic():
 
 
 def test_compensation_needs_the_versions_that_gradients_came_from():
-    config = load(12)
+    config = load()
     plain = train_in(config, make_policy("async"))
     found = train_in(config, make_policy("async", compensation=0.5))
     assert any((a != b).any() for a, b in zip(found, plain, strict=True))
 
 
 def test_a_learner_that_fails_starts_from_the_shared_parameters():
-    cluster = Cluster(step_seconds=(1.0, 1.0), mean_uptime=10.0, restart_seconds=3.0)
-    found = train_in(load(24), make_policy("local-sgd"), cluster)
-    assert all(np.isfinite(leaf).all() for leaf in found)
+    cluster = Cluster(step_seconds=(1.0, 1.0), mean_uptime=5.0, restart_seconds=2.0)
+    policy = make_policy("local-sgd", local_steps=4)
+    training = Training(task_of(load(), 2), policy, 4)
+    assert simulate(policy, cluster, 3, work=training).num_failures
+    assert all(np.isfinite(leaf).all() for leaf in training.shared())
 
 
 def run(*words: str) -> None:
@@ -168,5 +189,5 @@ def test_wrong_comparisons_are_refused():
     with pytest.raises(ValueError, match="mode 'sink' is unknown"):
         run("--modes", "sink")
     with pytest.raises(ValueError, match="batch_size 8 is not divisible by 3 learners"):
-        Task(load(4), 3)
+        Task(load(), 3)
     assert optimizers.AdamW.granularity == "element"

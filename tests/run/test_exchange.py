@@ -14,6 +14,7 @@ from meshloom.service.learner.merging import Merging
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.data.batches import Batches, Share
 from meshloom.trainer.data.shuffle import Order
+from meshloom.trainer.program.step import Gradients
 from meshloom.trainer.run import exchange
 from meshloom.trainer.run.exchange_update import make_update, update_spec
 from meshloom.trainer.run.exchanged import Exchanged
@@ -81,6 +82,9 @@ def test_where_servers_run_the_optimizer_a_learner_has_no_state_of_it():
     assert not jax.tree.leaves(sends_gradients.layout.abstract.opt_state)
     assert jax.tree.leaves(has_own.layout.abstract.opt_state)
     assert sends_gradients.batch_size == config.batch_size // 2
+    # And it compiles what it runs.
+    assert isinstance(sends_gradients.lowered.out_info, Gradients)
+    assert not isinstance(has_own.lowered.out_info, Gradients)
 
 
 def test_smaller_blocks_spread_a_small_model():

@@ -19,9 +19,9 @@ LEAVES = [
 LAYOUT = make_layout(LEAVES, block_bytes=20_000)
 MESHES = {
     "alone": ((1, 1), [P(), P(), P()]),
-    "rows": ((4, 1), [P(None, "a"), P(), P()]),
-    "columns": ((2, 2), [P(None, "b", "a"), P(), P()]),
-    "layers": ((2, 4), [P("a", "b"), P(), P()]),
+    "rows": ((2, 2), [P(None, "a"), P(), P()]),  # each row twice
+    "columns": ((1, 2), [P(None, "a", "b"), P(), P()]),
+    "layers": ((2, 2), [P("a", "b"), P(), P()]),
 }
 
 
@@ -70,8 +70,15 @@ def test_what_arrives_does_not_depend_on_the_mesh(name):
     assert (error == 0) == (name == "float32") and error < 2.0**-7
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["topk:0.02", "topk:0.02+int8", "topk:0.1+bfloat16"])
+# Each shard has programs of its own, so not all codecs on all meshes.
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        *(("topk:0.02+int8", mesh) for mesh in MESHES),
+        ("topk:0.02", "rows"),
+        ("topk:0.1+bfloat16", "columns"),
+    ],
+)
 def test_everything_is_sent_in_the_end(name, mesh):
     """What was sent so far and the residual are the sum of what there was to send."""
     compressor = Compressor(codecs.parse(name), LAYOUT)
@@ -98,8 +105,8 @@ def test_the_change_of_one_fragment():
     now, base = numbers(0)[:1], numbers(1)[0]
     arrays = {0: placed([*now, *numbers(0)[1:]], "rows")[0]}
     boxes = {
-        (0, Box((0, 16 * i, 0), (2, 16 * (i + 1), 128))): base[:, 16 * i : 16 * i + 16]
-        for i in range(4)
+        (0, Box((0, 32 * i, 0), (2, 32 * (i + 1), 128))): base[:, 32 * i : 32 * i + 32]
+        for i in range(2)
     }
     old = {0: jax.device_put(jnp.ones(LEAVES[0].shape), arrays[0].sharding)}
     pieces, left = compressor.contribution(arrays, 1, base=boxes, residual=old)

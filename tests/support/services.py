@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+from job_specs import job_spec
 from tiny_runs import COMMAND
 
 from meshloom.service.blocks.hashing import owners
@@ -24,22 +25,8 @@ NUM_ROUNDS = 6
 
 def spec(job: str = "run", **changes):
     policy = Policy(local_steps=2, outer=Outer(learning_rate=1.0), quorum=1.0)
-    return {
-        "job": job,
-        "policy": policy.to_json(),
-        "num_learners": 2,
-        "num_rounds": NUM_ROUNDS,
-        "layout": LAYOUT.to_json(),
-        "update": {"kind": "outer"},
-        "max_grad_norm": None,
-        "skip_grad_norm": None,
-        "compression": {"push": "float32"},
-        "config_digest": "c0ffee",
-        "data": {},
-        "stop": None,
-        "version": metadata.version("meshloom"),
-        **changes,
-    }
+    facts = {"num_rounds": NUM_ROUNDS, "version": metadata.version("meshloom")}
+    return job_spec(policy, LAYOUT, **{"job": job, **facts, **changes})
 
 
 class Service:

@@ -73,9 +73,10 @@ class Program:
     def batch_shardings(self) -> dict[str, NamedSharding]:
         return {name: x.sharding for name, x in self.batch.items()}  # type: ignore
 
-    def lower(self) -> Any:
+    def lower(self, *, only_gradients: bool = False) -> Any:
         """Lowers the step for the shapes and shardings of this Program."""
-        return self.step.lower(self.abstract_state, self.batch)
+        function = self.gradients if only_gradients else self.step
+        return function.lower(self.abstract_state, self.batch)
 
 
 def build(

@@ -118,6 +118,11 @@ class Config:
         return self.address is not None
 
     @property
+    def sends_gradients(self) -> bool:
+        """Whether a learner computes gradients only, and servers run the optimizer."""
+        return self.is_on and self.policy.outer is None
+
+    @property
     def share(self) -> Share:
         """The rows of every batch that this learner takes."""
         return Share(self.learner, self.learners)
@@ -163,7 +168,7 @@ class Config:
         Where the servers run it, the learner needs none, and no memory for its state.
         With top-k its state also has what was not sent yet.
         """
-        if self.is_on and self.policy.outer is None:
+        if self.sends_gradients:
             optimizer = optax.identity()
         if self.is_on and self.codec.share is not None:
             return ErrorFeedback(optimizer)

@@ -206,19 +206,19 @@ class Learner:
         return self.step
 
     def step_fn(self, step_fn: StepFn) -> StepFn:
-        """Returns the step of this learner, given the compiled ordinary one."""
-        if self.policy.outer is None:
-            return self._gradient_step
+        """Returns the step of this learner, given what Prepared.compile returns."""
+
+        def gradient_step(state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+            return self._after_gradients(state, step_fn(state, batch))  # type: ignore
 
         def local_step(state: State, batch: Any) -> tuple[State, dict[str, Any]]:
             state, metrics = step_fn(state, batch)
             return self._after_local_step(state, metrics), metrics
 
-        return local_step
+        return gradient_step if self._config.sends_gradients else local_step
 
-    def _gradient_step(self, state: State, batch: Any) -> tuple[State, dict]:
+    def _after_gradients(self, state: State, grads: Gradients) -> tuple[State, dict]:
         """Sends one gradient; the servers run the optimizer."""
-        grads: Gradients = self._prepared.program.gradients(state, batch)
         rate = np.asarray(self._rate(self.step), np.float32)
         sums = {k: float(v) for k, v in jax.device_get(grads.sums).items()}
         self.step += 1

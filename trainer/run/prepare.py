@@ -149,8 +149,11 @@ class Prepared:
 
     @functools.cached_property
     def lowered(self) -> Any:
-        """The lowered train step, for exactly these shapes and shardings."""
-        return self.program.lower()
+        """The lowered train step, for exactly these shapes and shardings.
+
+        Only its gradients for a learner that sends them: the servers do the rest.
+        """
+        return self.program.lower(only_gradients=self.config.exchange.sends_gradients)
 
     def fingerprint(self) -> str:
         """Returns a digest of the program, equal in all processes of a job."""

@@ -268,16 +268,15 @@ class _Replayed:
 
     def compute(self, round: Round) -> list[shards.Piece]:
         """Computes a round; returns what the learner has sent."""
-        program = self._prepared.program
+        step_fn = self._prepared.compile()
         if self._policy.outer is None:
             state = self._joined(round)
             with self._batches(round) as batches:
-                grads = program.gradients(state, next(batches))
+                grads = step_fn(state, next(batches))
             return self._sent(round, state, grads.params)
         state, merge_at = self._state, round.first + self._policy.delay
         if round.optimizer_step is not None or state is None:
             state, merge_at = self._joined(round), -1
-        step_fn = self._prepared.compile()
         with self._batches(round) as batches:
             for step, batch in enumerate(batches, start=round.first):
                 if step == merge_at:
