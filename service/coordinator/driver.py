@@ -17,6 +17,7 @@ from typing import Any
 from ..store.store import Deposed
 from ..wire.errors import OldTerm, Refused, Unavailable
 from . import disk, restoring
+from .cleaning import Cleaner
 from .job import Job
 from .servers import ServerLost
 from .status import Watched
@@ -119,12 +120,13 @@ class Driver:
         pending: list[Request] = []
         try:
             restoring.start(self.job)
-            watched = Watched(self.job)
+            watched, cleaner = Watched(self.job), Cleaner(self.job)
             while True:
                 self.status = watched.status()
                 taken = self._take()
                 pending = [request for request in taken if request is not None]
                 cycle(self.job, pending)
+                cleaner.clean_if_due()
                 if len(pending) < len(taken):
                     return
         except Exception as error:

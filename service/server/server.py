@@ -151,8 +151,7 @@ class BlockServer:
     def drop(self, message: Message) -> Message:
         """Forgets contributions: [[learner, incarnation, round or null], ...]."""
         job, contributions = fields(message, "job", "contributions")
-        self._store(job).drop(contributions)
-        return {}
+        return {"bytes": self._store(job).drop(contributions)}
 
     def forget(self, message: Message) -> Message:
         """Frees the memory of a job that is over; one that is not here is fine."""
