@@ -75,6 +75,11 @@ class Board:
             heard, self._heard = self._heard, {}
         return heard
 
+    def look(self) -> tuple[dict[int, Place], dict[tuple[int, int], float]]:
+        """Returns all places, and who was heard of since `take_heard`."""
+        with self._changed:
+            return dict(self._places), dict(self._heard)
+
     def wait(
         self, learner: int, incarnation: int, after: int, seconds: float
     ) -> dict[str, Any]:

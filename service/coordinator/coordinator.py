@@ -13,7 +13,7 @@ from typing import Any
 
 from ..store.store import Deposed
 from ..wire.errors import NotLeader, Refused, Unavailable
-from . import disk
+from . import disk, status
 from .driver import Driver
 from .history import make_history
 from .job import Job
@@ -31,10 +31,10 @@ POLL_SECONDS = 20.0  # at most, of a learner that waits for its turn
 
 @dataclasses.dataclass
 class Registered:
-    """A server that said it is there, and when it was last heard of."""
+    """A server that said it is there, and what it said since."""
 
     server: RemoteServer
-    heard: float
+    beats: status.ServerBeats
 
 
 class Coordinator:
@@ -103,7 +103,8 @@ class Coordinator:
         server = self._connect(name, address)
         with self._changed:
             known = self._servers.get(name)
-            self._servers[name] = Registered(server, self._clock())
+            beats = status.ServerBeats(address, self._clock())
+            self._servers[name] = Registered(server, beats)
             missing = self._num_servers - len(self._servers)
             self._changed.notify_all()
         if known is None:
@@ -118,7 +119,7 @@ class Coordinator:
         with self._changed:
             if name not in self._servers:
                 raise Refused(f"server {name} is not registered here: register again")
-            self._servers[name].heard = self._clock()
+            self._servers[name].beats.hear(message, self._clock())
         return {}
 
     # Calls of learners.
@@ -161,11 +162,24 @@ class Coordinator:
 
     def status(self, message: Message) -> Message:
         """Returns the state of one job, or of everything."""
+        now = self._clock()
         if "job" in message:
-            return self._driver(message).status
+            driver = self._driver(message)
+            return status.answer(driver.status, driver.job.board, now)
         with self._changed:
-            jobs = {name: driver.status for name, driver in self._drivers.items()}
-            return {"jobs": jobs, "servers": sorted(self._servers)}
+            known = dict.fromkeys(self._waiting, {"state": "waiting for servers"})
+            drivers = dict(self._drivers)
+            servers = [r.beats.answer(n, now) for n, r in self._servers.items()]
+        jobs = {
+            n: status.answer(d.status, d.job.board, now) for n, d in drivers.items()
+        }
+        return {
+            "version": self._version,
+            "term": self._log.term,
+            "num_servers": self._num_servers,
+            "servers": sorted(servers, key=lambda server: server["name"]),
+            "jobs": {**known, **jobs},
+        }
 
     def _leading(
         self, handler: Callable[[Message], Message]
@@ -208,9 +222,9 @@ class Coordinator:
             if now - self._watched > limit / 2:
                 # This process was paused, and heard nobody: all get another lease.
                 for registered in self._servers.values():
-                    registered.heard = now
+                    registered.beats.heard = now
             self._watched = now
-            lost = [n for n, r in self._servers.items() if now - r.heard > limit]
+            lost = [n for n, r in self._servers.items() if now - r.beats.heard > limit]
             gone = {name: self._servers.pop(name) for name in lost}
             drivers = list(self._drivers.values())
         for name, registered in gone.items():

@@ -17,8 +17,10 @@ from typing import Any
 from ..store.store import Deposed
 from ..wire.errors import OldTerm, Refused, Unavailable
 from . import disk, restoring
+from .cleaning import Cleaner
 from .job import Job
 from .servers import ServerLost
+from .status import Watched
 
 # How often leases are looked at if nothing happens.
 POLL_SECONDS = 0.25
@@ -69,6 +71,7 @@ class Driver:
 
     def __init__(self, job: Job, on_failure: Callable[[str, str, bool], None]):
         self.job = job
+        # Posted by the job's thread: who asks need not wait while it saves.
         self.status: dict[str, Any] = {"state": "starting", "version": 0}
         self._on_failure = on_failure
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -117,11 +120,13 @@ class Driver:
         pending: list[Request] = []
         try:
             restoring.start(self.job)
+            watched, cleaner = Watched(self.job), Cleaner(self.job)
             while True:
-                self.status = _status(self.job)
+                self.status = watched.status()
                 taken = self._take()
                 pending = [request for request in taken if request is not None]
                 cycle(self.job, pending)
+                cleaner.clean_if_due()
                 if len(pending) < len(taken):
                     return
         except Exception as error:
@@ -165,23 +170,3 @@ class Driver:
         for request in pending:
             if not request.answer.done():
                 request.answer.set_exception(Unavailable(reason))
-
-
-def _status(job: Job) -> dict[str, Any]:
-    """Returns what there is to say about a job."""
-    if not job.is_initialized:
-        state = "waiting for the initial parameters"
-    elif job.is_finished:
-        state = "done"
-    else:
-        state = "running" if job.engine.is_started else "waiting for learners"
-    members = [m for m in job.engine.members.values() if m.is_live]
-    return {
-        "state": state,
-        "version": job.engine.version,
-        "checkpoint": job.saved,
-        "learners": len(job.members),
-        "num_learners": job.spec.num_learners,
-        "waiting": sum(member.status == "waiting" for member in members),
-        "bytes": job.num_bytes,
-    }

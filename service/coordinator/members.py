@@ -14,6 +14,7 @@ class Member:
     Attributes:
       owner: what the learner calls itself; the same owner may replace itself at once.
       rows: the rows of each batch that it takes, [first, stop), if it said so.
+      heard: when it was heard of last.
       expires: time after which the learner counts as lost unless it is heard of.
       must_rejoin: whether the service restarted from a checkpoint since it joined, so
         that its parameters may come from a version that no longer exists.
@@ -24,6 +25,7 @@ class Member:
     incarnation: int
     owner: str | None
     rows: tuple[int, int] | None
+    heard: float
     expires: float
     must_rejoin: bool = False
     last_round: int = 0
@@ -106,7 +108,8 @@ class Members:
         owner: str | None = None,
         rows: tuple[int, int] | None = None,
     ) -> Member:
-        member = Member(learner, incarnation, owner, rows, now + self._lease_seconds)
+        expires = now + self._lease_seconds
+        member = Member(learner, incarnation, owner, rows, now, expires)
         self._live[learner] = member
         highest = self._incarnations.get(learner, 0)
         self._incarnations[learner] = max(highest, incarnation)
@@ -122,6 +125,7 @@ class Members:
         """Renews the lease of a learner that was heard of at `now`."""
         member = self.get(learner, incarnation)
         if member is not None and not member.must_rejoin:
+            member.heard = max(member.heard, now)
             member.expires = max(member.expires, now + self._lease_seconds)
 
     def extend(self, until: float) -> None:

@@ -47,6 +47,7 @@ class BlockServer:
         self._make_update = make_update
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[Mapping[str, Any], BlockStore]] = {}
+        self._moved = {"received_bytes": 0, "sent_bytes": 0}  # since it was started
         self.fence = Fence()
         orders: dict[str, Callable[[Message], Message]] = {
             "Create": self.create,
@@ -102,6 +103,7 @@ class BlockServer:
             )
         finally:
             receiving.close()
+        self._count("received_bytes", nbytes)
         return {"bytes": nbytes}
 
     def pull(self, message: Message) -> Iterator[bytes]:
@@ -111,10 +113,11 @@ class BlockServer:
         boxes = [(leaf, Box(tuple(start), tuple(stop))) for leaf, start, stop in rows]
         # All are looked up first: a version stays readable while it is being sent.
         found = [store.read(version, leaf, box) for leaf, box in boxes]
-        return tensors.encode(
+        chunks = tensors.encode(
             ({"leaf": leaf}, box.start, array)
             for (leaf, box), array in zip(boxes, found, strict=True)
         )
+        return self._counted(chunks)
 
     def merge(self, message: Message) -> Message:
         names = ("version", "fragment", "contributions", "divisor")
@@ -148,8 +151,7 @@ class BlockServer:
     def drop(self, message: Message) -> Message:
         """Forgets contributions: [[learner, incarnation, round or null], ...]."""
         job, contributions = fields(message, "job", "contributions")
-        self._store(job).drop(contributions)
-        return {}
+        return {"bytes": self._store(job).drop(contributions)}
 
     def forget(self, message: Message) -> Message:
         """Frees the memory of a job that is over; one that is not here is fine."""
@@ -168,6 +170,29 @@ class BlockServer:
         with self._lock:
             stores = [store for _, store in self._jobs.values()]
         return {"jobs": [store.status() for store in stores]}
+
+    def held(self) -> Message:
+        """Returns what this server holds, and has moved since it was started."""
+        with self._lock:
+            stores = [store for _, store in self._jobs.values()]
+            moved = dict(self._moved)
+        jobs = []
+        for status in (store.status() for store in stores):
+            kept = {
+                name: status[name] for name in ("job", "version", "blocks", "bytes")
+            }
+            jobs.append({**kept, "staged": len(status["staged"])})
+        sums = ("blocks", "bytes", "staged")
+        return {**{n: sum(job[n] for job in jobs) for n in sums}, **moved, "jobs": jobs}
+
+    def _counted(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            self._count("sent_bytes", len(chunk))
+            yield chunk
+
+    def _count(self, what: str, nbytes: int) -> None:
+        with self._lock:
+            self._moved[what] += nbytes
 
     def _store(self, job: str) -> BlockStore:
         with self._lock:
@@ -269,7 +294,8 @@ class ServerProcess:
 
     def _beat_once(self) -> None:
         try:
-            self._channel.call("Beat", {"name": self.name}, BEAT_SECONDS)
+            beat = {"name": self.name, "held": self.blocks.held()}
+            self._channel.call("Beat", beat, BEAT_SECONDS)
         except Refused as error:
             _LOG.warning("server %s registers again: %s", self.name, error)
             self._register()

@@ -162,8 +162,12 @@ class Staged:
         # Slabs without elements have no pieces.
         return [self._pool.take(s.box.shape) for s in self._layout.blocks[block].slabs]
 
-    def release(self) -> None:
-        """Gives the buffers back to the pool; pieces must not be added afterwards."""
+    def release(self) -> int:
+        """Gives the buffers back to the pool; pieces must not be added afterwards.
+
+        Returns:
+          The bytes of the buffers.
+        """
         with self._lock:
             is_written = any(
                 state is not _State.THERE
@@ -172,9 +176,10 @@ class Staged:
             )
             buffers, self._buffers = self._buffers, {}
         # A buffer that a late piece is still being copied into is left to that thread.
-        if not is_written:
-            for array in (x for arrays in buffers.values() for x in arrays):
-                self._pool.give(array)
+        arrays = [array for parts in buffers.values() for array in parts]
+        for array in arrays if not is_written else ():
+            self._pool.give(array)
+        return sum(array.nbytes for array in arrays)
 
     def _buffers_of(self, block: int) -> list[np.ndarray]:
         if block not in self._buffers:
@@ -305,16 +310,19 @@ class Staging:
             raise Refused(f"{self.describe(key)} is not complete: {missing}")
         return staged
 
-    def drop(self, learner: int, incarnation: int, round: int | None) -> None:
-        """Forgets a contribution; None: all of an incarnation, also those to come."""
+    def drop(self, learner: int, incarnation: int, round: int | None) -> int:
+        """Forgets a contribution; None: all of an incarnation, also those to come.
+
+        Returns:
+          The bytes of the buffers that are not needed any more.
+        """
         owner = (learner, incarnation)
         with self._lock:
             last = float("inf") if round is None else round
             self._dropped[owner] = max(last, self._dropped.get(owner, -1))
             keys = [k for k in self._staged if k[:2] == owner and round in (None, k[2])]
             found = [self._staged.pop(key) for key in keys]
-        for staged in found:
-            staged.release()
+        return sum(staged.release() for staged in found)
 
     def clear(self, *, round: int | None = None) -> None:
         """Forgets all contributions (of one round), as if nothing had arrived."""

@@ -188,12 +188,10 @@ class BlockStore:
             self.drop(drop)
             return {"version": self.newest}
 
-    def drop(self, keys: Iterable[Sequence[int | None]]) -> None:
-        """Forgets staged contributions, as `apply` does."""
+    def drop(self, keys: Iterable[Sequence[Any]]) -> int:
+        """Forgets staged contributions, as `apply` does; returns their bytes."""
         with self._commit_lock:
-            for learner, incarnation, round in keys:
-                assert learner is not None and incarnation is not None
-                self.staging.drop(learner, incarnation, round)
+            return sum(self.staging.drop(*key) for key in keys)
 
     def read(self, version: int, leaf: int, box: Box) -> np.ndarray:
         """Returns the elements of a box, read-only."""

@@ -50,9 +50,11 @@ FLAGS = {
     "rounds simulate": CLUSTER | {"--mode", "--rounds"},
     "rounds compare": CLUSTER | {"--modes", "--config", "--set", "--steps"},
     "rounds replay": {"RUN", "--cpu-devices"},
+    "serve status": {"ADDRESS[/JOB]", "--watch", "--json", "--token-file", "--tls-ca"}
+    | {"--tls-cert", "--tls-key"},
     "serve": {"--bind", "--folder", "--role", "--coordinator", "--servers", "--once"}
     | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"}
-    | {"--store"},
+    | {"--store", "--metrics", "ACTION"},
     "launch local": SUPERVISED | FLEET | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
     | FLEET
@@ -87,9 +89,9 @@ def output(capsys, *argv) -> str:
 
 
 def subcommands(parser, path=()):
-    """Yields (name, parser) of every command without subcommands."""
+    """Yields (name, parser) of every command without subcommands, and of serve."""
     nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not nested:
+    if not nested or path == ("serve",):
         yield " ".join(path), parser
     for action in nested:
         for name, child in action.choices.items():

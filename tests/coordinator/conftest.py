@@ -1,5 +1,6 @@
 """A coordinator's job without network, threads or clock, and with servers to kill."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ from job_specs import job_spec
 
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.coordinator import driver, restoring
+from meshloom.service.coordinator.coordinator import Coordinator
 from meshloom.service.coordinator.job import Job
 from meshloom.service.coordinator.log import Log
 from meshloom.service.coordinator.servers import ServerGroup
@@ -264,3 +266,84 @@ def killed() -> type[BaseException]:
 @pytest.fixture
 def make_spec():
     return spec_message
+
+
+class Remote:
+    """A fake server behind the interface of one that is called over the network."""
+
+    def __init__(self, server):
+        self.name, self.address = server.name, server.address
+        self.call = server.call
+        self.is_lost = False
+
+    def mark_lost(self) -> None:
+        self.is_lost = True
+
+
+@dataclasses.dataclass
+class Center:
+    """A coordinator with fake servers, and its clock."""
+
+    coordinator: Coordinator
+    servers: list
+    said: list
+    time: list
+
+    def call(self, method: str, **message):
+        answer = self.coordinator.methods[method](message)
+        assert isinstance(answer, dict)
+        return answer
+
+    def pass_time(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.time[0] += 1
+            self.coordinator.watch()
+
+    def initialize(self, job: str = "run") -> None:
+        for i, server in enumerate(self.servers):
+            server.stage(job, (0, 0, 0), float(i))
+        assert self.call("Initialized", job=job) == {"state": "ok"}
+
+    def contribute(self, learner: int, round: int = 1, job: str = "run", **changes):
+        message = {
+            **{"job": job, "learner": learner, "incarnation": 1, "round": round},
+            **{"base": round - 1, "weight": 2.0, "steps": 1},
+            "sums": {"loss": 1.0, "weight": 2.0},
+            **changes,
+        }
+        return self.call("Contribute", **message)
+
+
+@pytest.fixture
+def center(make_house, tmp_path, monkeypatch):
+    from meshloom.service.coordinator import coordinator as module
+
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 5.0)
+    servers = make_house().servers
+    by_name = {server.name: server for server in servers}
+    said: list[str] = []
+    now = [100.0]
+    coordinator = Coordinator(
+        tmp_path / "folder",
+        num_servers=2,
+        version=VERSION,
+        settings=Settings(save_every=2),
+        connect=lambda name, address: Remote(by_name[name]),  # type: ignore
+        clock=lambda: now[0],
+        say=said.append,
+    )
+    yield Center(coordinator, servers, said, now)
+    coordinator.close()
+
+
+@pytest.fixture
+def opened(center, make_spec):
+    for server in center.servers:
+        center.call("RegisterServer", name=server.name, address=server.address)
+    answer = center.call("OpenJob", **make_spec())
+    assert answer == {
+        "servers": {"s0": "s0:1", "s1": "s1:1"},
+        "initialize": True,
+        "version": 0,
+    }
+    return center

@@ -1,10 +1,11 @@
 """The command `meshloom serve`: a coordinator, a server, or both in one process."""
 
 import argparse
+import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
 from ...launch.stop_signals import StopSignals
+from . import serve_status
 from .devices import quiet_grpc
 from .flags import command
+from .service_access import add_access_flags, read_token, tls_of
 
 if TYPE_CHECKING:
     from ...service.coordinator.coordinator import Coordinator
@@ -42,7 +45,6 @@ def add(commands) -> None:
     parser.add_argument(
         "--folder",
         type=Path,
-        required=True,
         metavar="DIR",
         help="job NAME lives in DIR/NAME; DIR/address has the address once it is bound",
     )
@@ -74,21 +76,23 @@ def add(commands) -> None:
         help="commits between two checkpoints; default: %(default)s",
     )
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="a secret that all must show"
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="answer Prometheus at http://HOST:PORT/metrics. It asks nobody for a "
+        "token, so HOST is 127.0.0.1 unless given; port 0: any free one",
     )
-    for name, what in (("ca", "authority"), ("cert", "certificate"), ("key", "key")):
-        parser.add_argument(
-            f"--tls-{name}", type=Path, metavar="FILE", help=f"mutual TLS: the {what}"
-        )
+    add_access_flags(parser)
     parser.add_argument(
         "--once", action="store_true", help="exit once all jobs are done"
     )
+    actions = parser.add_subparsers(metavar="ACTION")
+    serve_status.add(actions, parser)
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
     quiet_grpc()
-    token, tls = _token(args.token_file), _tls(args)
+    token, tls = read_token(args.token_file), tls_of(args)
     args.folder.mkdir(parents=True, exist_ok=True)
     address_file = args.folder / "address"
     if args.store is None:  # otherwise it may be that of another coordinator
@@ -102,6 +106,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.folder is None:
+        raise ValueError("serve: --folder is missing; expected --folder DIR")
+    if args.metrics is not None:
+        from ...service.wire.exposition import parse_bind
+
+        parse_bind(args.metrics)
     host, colon, _ = args.bind.rpartition(":")
     if args.role != "coordinator" and colon and host in WILDCARDS:
         raise ValueError(
@@ -125,30 +135,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} must be >= 1, got {value}")
 
 
-def _token(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    token = path.read_text().strip()
-    if not token:
-        raise ValueError(
-            f"--token-file {path}: the file is empty; write a secret to it"
-        )
-    return token
-
-
-def _tls(args: argparse.Namespace) -> Any:
-    files = {name: getattr(args, f"tls_{name}") for name in ("ca", "cert", "key")}
-    given = [path for path in files.values() if path is not None]
-    if not given:
-        return None
-    if len(given) < len(files):
-        missing = next(name for name, path in files.items() if path is None)
-        raise ValueError(f"--tls-{missing} is missing: TLS needs all three files")
-    from ...service.wire.credentials import Tls
-
-    return Tls(**files)
-
-
 def _make_coordinator(args: argparse.Namespace, token, tls, log=None) -> "Coordinator":
     from ...service.coordinator.coordinator import Coordinator
     from ...service.coordinator.servers import RemoteServer
@@ -168,6 +154,38 @@ def _make_coordinator(args: argparse.Namespace, token, tls, log=None) -> "Coordi
     )
 
 
+@contextlib.contextmanager
+def _metrics(args: argparse.Namespace, coordinator=None, blocks=None) -> Iterator[None]:
+    """Answers Prometheus, if --metrics is given.
+
+    Args:
+      coordinator: returns the one that leads, or None while this process stands by.
+      blocks: the process's server.
+    """
+    if args.metrics is None:
+        yield
+        return
+    from ...service.coordinator.metrics import of_coordinator
+    from ...service.server.metrics import of_server
+    from ...service.wire.exposition import Metric, MetricsServer
+
+    def collect() -> list[Metric]:
+        found: list[Metric] = []
+        if coordinator is not None:
+            leader = coordinator()
+            found += of_coordinator(None if leader is None else leader.status({}))
+        if blocks is not None:
+            found += of_server(blocks.blocks.held())
+        return found
+
+    server = MetricsServer(args.metrics, collect)
+    _say(f"metrics at http://{server.address}/metrics")
+    try:
+        yield
+    finally:
+        server.close()
+
+
 def _coordinate(
     args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
 ) -> int:
@@ -183,7 +201,8 @@ def _coordinate(
             blocks = _make_server(f"{host}:0", address, token, tls)
         replace_text(address_file, address + "\n")
         _say(f"{args.role} at {address}, folder {args.folder}")
-        return _watch(coordinator, signals, args.once, address_file)
+        with _metrics(args, lambda: coordinator, blocks):
+            return _watch(coordinator, signals, args.once, address_file)
     finally:
         address_file.unlink(missing_ok=True)
         coordinator.close()
@@ -208,18 +227,21 @@ def _stand_by(
     calls = Server(args.bind, front.methods, {}, token, tls)
     address = f"{args.bind.rpartition(':')[0]}:{calls.port}"
     try:
-        leadership = stand_by(
-            *(store, address, url.lease_seconds, front),
-            is_told=lambda: bool(signals.told),
-            say=_say,
-        )
-        if leadership is None:
-            return PREEMPTED
-        log = Log(store, leadership)
-        front.coordinator = _make_coordinator(args, token, tls, log)
-        replace_text(address_file, address + "\n")
-        _say(f"coordinator at {address} leads, term {log.term}, folder {args.folder}")
-        return _watch(front.coordinator, signals, args.once, address_file)
+        with _metrics(args, lambda: front.coordinator):
+            leadership = stand_by(
+                *(store, address, url.lease_seconds, front),
+                is_told=lambda: bool(signals.told),
+                say=_say,
+            )
+            if leadership is None:
+                return PREEMPTED
+            log = Log(store, leadership)
+            front.coordinator = _make_coordinator(args, token, tls, log)
+            replace_text(address_file, address + "\n")
+            _say(
+                f"coordinator at {address} leads, term {log.term}, folder {args.folder}"
+            )
+            return _watch(front.coordinator, signals, args.once, address_file)
     except Deposed as error:
         raise Unreachable(str(error)) from error
     finally:
@@ -267,8 +289,9 @@ def _serve_blocks(
     try:
         replace_text(address_file, server.address + "\n")
         _say(f"server at {server.address}, coordinator {args.coordinator}")
-        while not signals.told:
-            time.sleep(WATCH_SECONDS)
+        with _metrics(args, blocks=server):
+            while not signals.told:
+                time.sleep(WATCH_SECONDS)
         # The coordinator may have been told too, and needs the servers to save.
         channel = reach(args.coordinator, token, tls)
         deadline = time.monotonic() + LINGER_SECONDS
