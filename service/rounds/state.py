@@ -4,8 +4,18 @@ import bisect
 import dataclasses
 import math
 
-from .events import Commit, Contributed, Contribution, Decision, Done, Dropped, Release
+from .events import (
+    Commit,
+    Contributed,
+    Contribution,
+    Decision,
+    Done,
+    Dropped,
+    Release,
+    SetAside,
+)
 from .lags import Lags
+from .leases import Leases, as_ranges
 from .policy import ADAPTIVE, Policy
 
 
@@ -17,7 +27,8 @@ class Member:
       round: the last round it was released for; 0 before the first.
       base: the version it was released with.
       released: when that was.
-      status: "joined", "computing", "waiting" (has contributed) or "done".
+      status: "joined", "computing", "waiting" (has contributed), "done", or "lost" (the
+        servers restarted from a checkpoint, so it must join again).
       contributed: the last round that any incarnation of it contributed.
     """
 
@@ -45,6 +56,7 @@ class State:
         self.is_started = False
         self.is_done = False
         self.decisions: list[Decision] = []
+        self._leases = Leases()
         self._lags = Lags()
         self._last_quorum: float | None = None  # when the last commit had its quorum
         self._commits_of = {f: [] for f in range(policy.fragments)}
@@ -63,8 +75,33 @@ class State:
         )
 
     def drop(self, arrival: Contributed, reason: str) -> None:
-        key = arrival.learner, arrival.incarnation, arrival.round
-        self.decisions.append(Dropped(*key, reason))
+        self.decisions.append(Dropped(*_key(arrival), reason))
+        self._leases.give_back(_key(arrival))
+
+    def give_up(self, member: Member, *, failed: bool) -> None:
+        """Takes back the data that a learner holds and has not contributed."""
+        if gone := self._leases.give_up(member.learner, failed=failed):
+            self.decisions.append(SetAside(member.learner, tuple(gone)))
+
+    def deal(self) -> None:
+        """Leases data to the learners that were released.
+
+        Nobody gets data for its next round before all have some for this one: in
+        lockstep a round consumes the data that comes next in the order.
+        """
+        policy, found = self.policy, self.decisions
+        released = [i for i, d in enumerate(found) if isinstance(d, Release)]
+        for name, lease, after in (
+            ("blocks", self._leases.lease, 0),
+            ("ahead", self._leases.lease_ahead, 1),
+        ):
+            for index in released:
+                release = found[index]
+                assert isinstance(release, Release)
+                round = release.round + after
+                if round <= self.num_rounds:
+                    ranges = as_ranges(lease(release, policy.steps_of(round)))
+                    found[index] = dataclasses.replace(release, **{name: ranges})
 
     def finish(self, learner: int | None) -> None:
         self.is_done = self.is_done or learner is None
@@ -78,8 +115,9 @@ class State:
         # 0.1 x 30 is 3.0000000000000004: not a reason to wait for a fourth.
         return max(math.ceil(quorum * num_learners - 1e-9), 1)
 
-    def note_arrival(self, member: Member) -> None:
-        """Records the timing of a contribution that has just arrived."""
+    def note_arrival(self, member: Member, arrival: Contributed) -> None:
+        """Records the timing and the data of a contribution that has just arrived."""
+        self._leases.contributed(arrival)
         self._lags.add_duration(self.time - member.released)
         if self._last_quorum is not None:
             self._lags.add_lag(self.time - self._last_quorum)
@@ -107,6 +145,7 @@ class State:
                     arrival.weight,
                     coefficient,
                     is_reused,
+                    as_ranges(self._leases.consume(_key(arrival))),
                 )
             )
         is_full = policy.update == "full"
@@ -117,8 +156,9 @@ class State:
         self._commits_of[fragment].append(self.version)
         # Without any weight the sum is zero already.
         parts = tuple(contributions)
+        gone = tuple(self._leases.take_set_aside())
         self.decisions.append(
-            Commit(self.version, fragment, step, share, divisor or 1.0, parts)
+            Commit(self.version, fragment, step, share, divisor or 1.0, parts, gone)
         )
 
     def _coefficient(self, fragment: int, arrival: Contributed) -> tuple[float, float]:
@@ -138,3 +178,7 @@ class State:
         elif policy.weights == "tokens_squared_per_step":
             weight = weight * weight / arrival.steps
         return discount * weight, weight
+
+
+def _key(arrival: Contributed) -> tuple[int, int, int]:
+    return arrival.learner, arrival.incarnation, arrival.round

@@ -228,9 +228,8 @@ def test_an_asynchronous_run_with_a_death_and_a_late_learner_replays(tmp_path):
     certificate = json.loads((parts.run / "certificate.json").read_text())
     assert certificate["passed"] and certificate["state"]["words"] == "bit-equal"
     assert [x["processes"] for x in certificate["learners"]] == [2, 1, 1, 1]
-    for learner, what in ((1, "exactly one update"), (3, "samples passed over")):
-        folder = str(parts.run / "learners" / str(learner))
-        assert what in run("ledger", "audit", folder, folder=tmp_path)
+    audit = run("ledger", "audit", str(parts.run), folder=tmp_path)
+    assert "exactly one update" in audit
 
 
 @pytest.mark.parametrize(
@@ -319,6 +318,6 @@ def test_learners_stop_together_when_the_loss_no_longer_falls(tmp_path):
         assert len(tested) == 1 and tested[0]["accuracy"] == pytest.approx(
             metrics.read(folder / "learners" / "0" / "test.jsonl")[0]["accuracy"]
         )
-    audit = run("ledger", "audit", "run/learners/1", folder=tmp_path)
+    audit = run("ledger", "audit", "run", folder=tmp_path)
     assert "exactly one update" in audit
     assert "are bit-equal" in replay(tmp_path)
