@@ -8,6 +8,7 @@ import dataclasses
 import threading
 from typing import Any
 
+from ..rounds.events import Ranges
 from ..wire.errors import Unavailable
 
 
@@ -18,6 +19,7 @@ class Place:
     Attributes:
       state: "wait", "go", "done", or "left" (it must join again).
       round, version: with "go", the round to do and the version to start from.
+      blocks, ahead: of data, as ranges: for this round, and for the one after it.
       commit: about the commit that made this version: {"norm", "skipped", ...}.
       reason: why it must join again, or why the job was stopped.
       dropped: its last contribution that was dropped: {"round", "reason"}.
@@ -27,6 +29,8 @@ class Place:
     state: str = "wait"
     round: int = 0
     version: int = 0
+    blocks: Ranges = ()
+    ahead: Ranges = ()
     commit: dict[str, Any] | None = None
     reason: str = ""
     dropped: dict[str, Any] | None = None
@@ -123,6 +127,8 @@ def answer(place: Place, incarnation: int) -> dict[str, Any]:
         "state": place.state,
         "round": place.round,
         "version": place.version,
+        "blocks": place.blocks,
+        "ahead": place.ahead,
         "commit": place.commit,
         "dropped": place.dropped,
         "reason": place.reason,

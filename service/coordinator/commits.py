@@ -26,7 +26,6 @@ class Received:
     steps: int
     arrived: float
     sums: Mapping[str, Any]
-    samples: Any
     num_bytes: int
 
     @classmethod
@@ -38,7 +37,6 @@ class Received:
             steps=event["steps"],
             arrived=event["time"],
             sums=body["sums"],
-            samples=body["samples"],
             num_bytes=body["bytes"],
         )
 
@@ -47,14 +45,23 @@ def key_of(part: Contribution) -> Key:
     return part.learner, part.incarnation, part.round
 
 
-def merge_message(commit: Commit, parts: Sequence[Contribution]) -> dict[str, Any]:
+def keys_of(decisions: Sequence[Any]) -> set[Key]:
+    """Returns the contributions of the commits among some decisions."""
+    found = (d.contributions for d in decisions if isinstance(d, Commit))
+    return {key_of(part) for parts in found for part in parts}
+
+
+def merge_message(commit: Commit) -> dict[str, Any]:
     """Returns what servers need to merge the contributions of a commit."""
     names = ("learner", "incarnation", "round", "base", "weight", "coefficient")
     return {
         "version": commit.version,
         "fragment": commit.fragment,
         "divisor": commit.divisor,
-        "contributions": [{n: getattr(part, n) for n in names} for part in parts],
+        "contributions": [
+            {name: getattr(part, name) for name in names}
+            for part in commit.contributions
+        ],
     }
 
 
@@ -75,7 +82,6 @@ def facts_of(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_entry(
     commit: Commit,
-    parts: Sequence[Contribution],
     merged: Sequence[Mapping[str, Any]],
     received: Mapping[Key, Received],
     spec: JobSpec,
@@ -85,11 +91,10 @@ def make_entry(
     """Returns the entry of a commit.
 
     Args:
-      parts: the contributions that are merged.
       merged: each server's part of the sum of squares, and whether all is finite.
       received: what learners sent along with their contributions.
     """
-    norm = _norm(merged)
+    norm, parts = _norm(merged), commit.contributions
     fresh = [received[key_of(part)] for part in parts if not part.is_reused]
     means = _means([info.sums for info in fresh])
     is_finite = bool(merged) and all(part["finite"] for part in merged)
@@ -114,31 +119,33 @@ def make_entry(
         "scale": _scale(norm, spec.max_grad_norm) if is_valid else 0.0,
         "norm": float(norm),
         "contributions": [_part(part, received[key_of(part)]) for part in parts],
+        "set_aside": commit.set_aside,
         "metrics": metrics,
         "time": now,
     }
     return plain(entry)
 
 
-def check_entry(
-    commit: Commit, parts: Sequence[Contribution], entry: Mapping[str, Any]
-) -> None:
+def check_entry(commit: Commit, entry: Mapping[str, Any]) -> None:
     """Raises a ValueError if the log has another commit than the engine decided."""
     logged = [
-        (p["learner"], p["incarnation"], p["round"]) for p in entry["contributions"]
+        (p["learner"], p["incarnation"], p["round"], p.get("blocks"))
+        for p in entry["contributions"]
     ]
-    if logged != [key_of(part) for part in parts] or entry["divisor"] != commit.divisor:
+    parts = commit.contributions
+    decided = [(*key_of(part), plain(part.blocks)) for part in parts]
+    if logged != decided or entry["divisor"] != commit.divisor:
         raise ValueError(
             f"the log has another commit {commit.version} than follows from its "
-            f"events: {logged} instead of {[key_of(part) for part in parts]}. Was it "
-            "written by another version of meshloom?"
+            f"events: {logged} instead of {decided}. Was it written by another version "
+            "of meshloom?"
         )
 
 
 def _part(part: Contribution, info: Received) -> dict[str, Any]:
     names = ("learner", "incarnation", "round", "base", "weight", "coefficient")
     fields = {name: getattr(part, name) for name in names}
-    about = {"steps": info.steps, "samples": info.samples}
+    about = {"steps": info.steps, "blocks": part.blocks}
     return {**fields, "is_reused": part.is_reused, **about}
 
 

@@ -15,14 +15,17 @@ from typing import Any
 from ..rounds.engine import Engine
 from ..rounds.events import (
     Commit,
-    Contribution,
+    Decision,
     Done,
     Dropped,
     Release,
+    Restored,
+    SetAside,
     Stopped,
     Tick,
     from_json,
 )
+from ..rounds.leases import MAX_FAILURES
 from ..wire.errors import Refused
 from . import commits, evaluations, requests
 from .board import Board, Place
@@ -32,7 +35,7 @@ from .evaluations import Evaluations
 from .history import History, make_history
 from .log import Entry
 from .members import Members
-from .requests import Body, Samples
+from .requests import Body
 from .run_files import RunFiles
 from .servers import ServerGroup
 from .settings import Surroundings
@@ -63,11 +66,9 @@ class Job:
         self.members = Members(
             spec.job, spec.num_learners, settings.lease_seconds, history.incarnations
         )
-        self._samples = Samples(spec.job)
         self._logged = dict(history.commits)
         self._newest_logged = history.version
         self._received: dict[Key, Received] = {}  # staged on the servers
-        self._lost: set[Key] = set()  # were staged on servers that lost them
         self._places: dict[int, Place] = {}
         self._queue: list[tuple[str, Body]] = []  # accepted, not in the log yet
         self._evaluations = Evaluations(spec.stop)
@@ -112,7 +113,9 @@ class Job:
             place = self._places.get(event["learner"], Place(0, "left"))
             return {"state": "left", "reason": place.reason or "join again"}
         if event["round"] > member.last_round:
-            self._samples.check(body)
+            place = self._places[event["learner"]]
+            if (place.state, place.round) == ("go", event["round"]):
+                requests.check_lease(message, place.blocks)
             self._accept(body)
         return {"state": "ok", "version": self.engine.version}
 
@@ -225,14 +228,22 @@ class Job:
             self.num_bytes += body["bytes"]
         elif event["kind"] == "Stopped" and not self.engine.is_done:
             self.stopped = event["reason"]
-        decisions = self.engine.handle(from_json(event))  # type: ignore[arg-type]
+        self._carry_out(self.engine.handle(from_json(event)))  # type: ignore[arg-type]
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
         for index, decision in enumerate(decisions):
             if isinstance(decision, Commit):
-                self._commit(decision, _keys(decisions[index + 1 :]))
+                self._commit(decision, commits.keys_of(decisions[index + 1 :]))
             elif isinstance(decision, Release):
                 self._release(decision)
             elif isinstance(decision, Dropped):
                 self._drop(decision)
+            elif isinstance(decision, SetAside):
+                self.around.say(
+                    f"{self.spec.job}: blocks {list(decision.blocks)} of the data are "
+                    f"set aside: learner {decision.learner} is one of "
+                    f"{MAX_FAILURES} that were lost while they computed on them"
+                )
             else:
                 assert isinstance(decision, Done)
                 self._end(decision.learner)
@@ -271,34 +282,24 @@ class Job:
             return
         learner, incarnation = event["learner"], event["incarnation"]
         if event["kind"] == "Joined":
-            rows = tuple(body["rows"]) if body["rows"] else None
             now = event["time"]
-            self.members.add(learner, incarnation, now, owner=body["owner"], rows=rows)
+            self.members.add(learner, incarnation, now, owner=body["owner"])
             self._places[learner] = Place(incarnation)
         elif event["kind"] == "Left":
             self.members.remove(learner)
             self._places[learner] = Place(incarnation, "left", reason=event["reason"])
         elif member := self.members.get(learner, incarnation):
             member.last_round = max(member.last_round, event["round"])
-            self._samples.add(body)
 
     def _commit(self, commit: Commit, later: set[Key]) -> None:
-        keys = {commits.key_of(part) for part in commit.contributions}
-        parts = [p for p in commit.contributions if commits.key_of(p) not in self._lost]
         entry = self._logged.pop(commit.version, None)
         if entry is None:
-            entry = self._decide(commit, parts, later)
+            entry = self._decide(commit, later)
             self.around.log.append(self.spec.job, "commit", entry)
             self.servers.all("Apply", commits.apply_message(entry))
             self.files.write_commit(entry)
-            if len(parts) < len(keys):
-                self.around.say(
-                    f"{self.spec.job}: commit {commit.version} is without "
-                    f"{len(keys) - len(parts)} contributions that the servers lost "
-                    "when they restarted"
-                )
         else:
-            commits.check_entry(commit, parts, entry)
+            commits.check_entry(commit, entry)
             if commit.version == self._newest_logged:
                 self.servers.all("Apply", commits.apply_message(entry))
         for key in entry["drop"]:
@@ -306,15 +307,11 @@ class Job:
         self.cut = self._event
         self._commit_facts = commits.facts_of(entry)
 
-    def _decide(
-        self, commit: Commit, parts: list[Contribution], later: set[Key]
-    ) -> dict[str, Any]:
+    def _decide(self, commit: Commit, later: set[Key]) -> dict[str, Any]:
         """Merges on all servers and returns the entry of the commit."""
-        merged: list[dict[str, Any]] = []
-        if parts:
-            merged = self.servers.all("Merge", commits.merge_message(commit, parts))
+        merged = self.servers.all("Merge", commits.merge_message(commit))
         entry = commits.make_entry(
-            commit, parts, merged, self._received, self.spec, now=self.now()
+            commit, merged, self._received, self.spec, now=self.now()
         )
         # Whoever is done reads the version at which it was, before it leaves.
         reading = ("go", "done")
@@ -336,6 +333,8 @@ class Job:
                 state="go",
                 round=release.round,
                 version=release.version,
+                blocks=release.blocks,
+                ahead=release.ahead,
                 commit=self._commit_facts,
             )
 
@@ -358,7 +357,13 @@ class Job:
 
     def _roll_back(self, version: int) -> None:
         """Makes everybody join again: the servers restarted from a checkpoint."""
-        self._lost |= set(self._received)
+        decisions = self.engine.handle(Restored(self._time))
+        if lost := sum(isinstance(decision, Dropped) for decision in decisions):
+            self.around.say(
+                f"{self.spec.job}: the servers lost {lost} contributions after version "
+                f"{version}; their data is leased again"
+            )
+        self._carry_out(decisions)
         self._received.clear()
         for member in self.members:
             member.must_rejoin = True
@@ -392,9 +397,3 @@ class Job:
                 if place.state == "go":
                     places[learner] = Place(place.incarnation)
         self.board.post(places)
-
-
-def _keys(decisions: list[Any]) -> set[Key]:
-    """Returns the contributions of the commits among some decisions."""
-    found = (d.contributions for d in decisions if isinstance(d, Commit))
-    return {commits.key_of(part) for parts in found for part in parts}

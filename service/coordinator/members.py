@@ -1,4 +1,4 @@
-"""The learners of a job: who is there, since when, and which data each one takes."""
+"""The learners of a job: who is there, and since when."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ class Member:
 
     Attributes:
       owner: what the learner calls itself; the same owner may replace itself at once.
-      rows: the rows of each batch that it takes, [first, stop), if it said so.
       heard: when it was heard of last.
       expires: time after which the learner counts as lost unless it is heard of.
       must_rejoin: whether the service restarted from a checkpoint since it joined, so
@@ -24,7 +23,6 @@ class Member:
     learner: int
     incarnation: int
     owner: str | None
-    rows: tuple[int, int] | None
     heard: float
     expires: float
     must_rejoin: bool = False
@@ -67,7 +65,7 @@ class Members:
         return self._live.get(learner)
 
     def check_join(self, message: Mapping[str, Any], now: float) -> None:
-        """Refuses a learner whose index is taken or whose data is another's."""
+        """Refuses a learner whose index is taken."""
         learner, owner = message["learner"], message.get("owner")
         if not _is_index(learner) or learner >= self._num_learners:
             raise Refused(
@@ -84,17 +82,6 @@ class Members:
                 f"(incarnation {member.incarnation}). Use another index; or, if that "
                 f"process is dead, try again in {left:.0f} s."
             )
-        rows = rows_of(message)
-        for other in self._live.values():
-            if other.learner != learner and overlap(rows, other.rows):
-                assert rows is not None and other.rows is not None
-                raise Refused(
-                    f"job {self._job!r}: learner {learner} takes rows {rows[0]} to "
-                    f"{rows[1]} of each batch, learner {other.learner} takes "
-                    f"{other.rows[0]} to {other.rows[1]}: samples would count twice. "
-                    "Give each learner an index of its own and all the same number of "
-                    "learners."
-                )
 
     def next_incarnation(self, learner: int) -> int:
         return self._incarnations.get(learner, 0) + 1
@@ -106,10 +93,9 @@ class Members:
         now: float,
         *,
         owner: str | None = None,
-        rows: tuple[int, int] | None = None,
     ) -> Member:
         expires = now + self._lease_seconds
-        member = Member(learner, incarnation, owner, rows, now, expires)
+        member = Member(learner, incarnation, owner, now, expires)
         self._live[learner] = member
         highest = self._incarnations.get(learner, 0)
         self._incarnations[learner] = max(highest, incarnation)
@@ -132,27 +118,6 @@ class Members:
         """Gives everybody time to find a service that restarted."""
         for member in self._live.values():
             member.expires = max(member.expires, until)
-
-
-def rows_of(message: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns the rows of each batch that a learner says it takes, if it does."""
-    rows = message.get("rows")
-    if rows is None:
-        return None
-    is_pair = isinstance(rows, list | tuple) and len(rows) == 2
-    if not is_pair or not all(map(_is_index, rows)) or rows[0] >= rows[1]:
-        raise Refused(
-            f"learner {message.get('learner')}: rows is {rows!r}, expected [first, "
-            "stop] with 0 <= first < stop"
-        )
-    return rows[0], rows[1]
-
-
-def overlap(one: tuple[int, int] | None, two: tuple[int, int] | None) -> bool:
-    """Returns whether two ranges have a number in common."""
-    if one is None or two is None:
-        return False
-    return one[0] < two[1] and two[0] < one[1]
 
 
 def _is_index(value: Any) -> bool:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..rounds.events import Contributed, Joined, Left
+from ..rounds.events import Contributed, Joined, Left, Ranges
 from ..wire.errors import Refused
-from .members import Member, overlap, rows_of
+from .members import Member
 from .run_files import number, plain
 
 Body = dict[str, Any]
@@ -25,7 +25,7 @@ def joined(message: Mapping[str, Any], incarnation: int, now: float) -> Body:
     owner = message.get("owner")
     if owner is not None and not isinstance(owner, str):
         raise Refused(f"learner {event.learner}: owner is {owner!r}, expected a string")
-    return {"event": event.to_json(), "owner": owner, "rows": rows_of(message)}
+    return {"event": event.to_json(), "owner": owner}
 
 
 def left(member: Member, reason: str, now: float) -> Body:
@@ -55,51 +55,16 @@ def contributed(message: Mapping[str, Any], now: float) -> Body:
     body = {
         "event": event.to_json(),
         "sums": sums,
-        "samples": message.get("samples"),
         "bytes": field({"bytes": message.get("bytes", 0)}, "bytes"),
     }
     return plain(body)
 
 
-class Samples:
-    """The samples of recent contributions, to notice that two learners take the same.
-
-    Only the last few contributions of each learner are compared: enough to find two
-    learners with the same data, in bounded memory.
-    """
-
-    KEPT = 4
-
-    def __init__(self, job: str):
-        self._job = job
-        self._recent: dict[int, list[tuple[int, tuple[int, int]]]] = {}
-
-    def check(self, body: Body) -> None:
-        """Refuses a contribution with samples of another learner's."""
-        event, samples = body["event"], sample_range(body["samples"])
-        for learner, recent in self._recent.items():
-            for round, other in recent if learner != event["learner"] else ():
-                if overlap(samples, other):
-                    raise Refused(
-                        f"job {self._job!r}: samples {body['samples']} of learner "
-                        f"{event['learner']}, round {event['round']}, overlap samples "
-                        f"{list(other)} of learner {learner}, round {round}. Give each "
-                        "learner data of its own."
-                    )
-
-    def add(self, body: Body) -> None:
-        event, samples = body["event"], sample_range(body["samples"])
-        if samples is not None:
-            recent = self._recent.setdefault(event["learner"], [])
-            recent.append((event["round"], samples))
-            del recent[: -self.KEPT]
-
-
-def sample_range(samples: Any) -> tuple[int, int] | None:
-    """Returns the range [first, stop), or None for a digest, which says only which."""
-    if samples is None or isinstance(samples, str):
-        return None
-    is_pair = isinstance(samples, list | tuple) and len(samples) == 2
-    if not is_pair or not all(type(x) is int for x in samples):
-        raise Refused(f"samples is {samples!r}, expected [first, stop] or a digest")
-    return samples[0], samples[1]
+def check_lease(message: Mapping[str, Any], leased: Ranges) -> None:
+    """Refuses a contribution that says it was computed on other data than leased."""
+    found, expected = message.get("blocks"), plain(leased)
+    if found is not None and found != expected:
+        raise Refused(
+            f"learner {message['learner']}, round {message['round']}: computed on "
+            f"blocks {found} of the data, but leased were {expected}"
+        )

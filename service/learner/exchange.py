@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..blocks.layout import Layout
+from ..rounds.leases import as_ranges, from_ranges
 from ..rounds.policy import Policy
 from ..wire.codecs import PLAIN, Codec
 from ..wire.errors import Refused, Unavailable
@@ -37,6 +38,8 @@ class Turn:
       round: counted from 1.
       version: of the shared parameters.
       is_done: there is no further round; `version` is the last one.
+      blocks: of the data, that this round is computed on, one for each local step.
+      ahead: those of the round after it, should the learner go on with that.
       commit: facts about the commit that made the version, for metrics.
       reason: why there is no further round, if the job was stopped.
     """
@@ -46,6 +49,8 @@ class Turn:
     is_done: bool = False
     commit: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
+    blocks: Sequence[int] = ()
+    ahead: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +265,7 @@ class Exchange:
             "base": before.version,
             "weight": sums["weight"],
             "sums": dict(sums),
+            "blocks": as_ranges(before.blocks),
             **facts,
         }
         pushed = pulled = 0
@@ -295,7 +301,10 @@ class Exchange:
                 is_done = answer["state"] == "done"
                 number = max(int(answer.get("round", 0)), after)
                 commit, version = answer.get("commit") or {}, int(answer["version"])
-                return Turn(number, version, is_done, commit, answer["reason"])
+                leased = (answer.get(name, ()) for name in ("blocks", "ahead"))
+                blocks, ahead = map(from_ranges, leased)
+                why = answer["reason"]
+                return Turn(number, version, is_done, commit, why, blocks, ahead)
             if self._is_leaving.is_set():
                 raise Unavailable("this learner is leaving")
 

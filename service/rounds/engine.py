@@ -1,6 +1,15 @@
 """The round engine: events in, decisions out, without clock, network or randomness."""
 
-from .events import Contributed, Decision, Event, Joined, Left, Stopped, Tick
+from .events import (
+    Contributed,
+    Decision,
+    Event,
+    Joined,
+    Left,
+    Restored,
+    Stopped,
+    Tick,
+)
 from .independent import Independent
 from .lockstep import Lockstep
 from .policy import Policy
@@ -77,10 +86,14 @@ class Engine:
             self._contribute(event)
         elif isinstance(event, Stopped):
             self._stop()
+        elif isinstance(event, Restored):
+            self._restore()
         else:
             assert isinstance(event, Tick), event
         if state.is_started and not state.is_done:
             self._rule.settle()
+        if not state.is_done:
+            state.deal()
         return state.decisions
 
     def _join(self, event: Joined) -> None:
@@ -123,6 +136,7 @@ class Engine:
         self._state.num_live -= 1
         if self._state.is_started and not self._state.is_done:
             self._rule.leave(member)
+            self._state.give_up(member, failed=True)
 
     def _contribute(self, event: Contributed) -> None:
         state = self._state
@@ -144,6 +158,21 @@ class Engine:
             for arrival in self._rule.stop():
                 self._state.drop(arrival, "the job was stopped")
             self._state.finish(None)
+
+    def _restore(self) -> None:
+        """Makes the data of everything that was not committed todo again.
+
+        Nobody has left: the others wait for learners until they have joined again.
+        """
+        state = self._state
+        if not state.is_started or state.is_done:
+            return
+        for arrival in self._rule.restore():
+            state.drop(arrival, "the servers restarted from a checkpoint")
+        for member in state.members.values():
+            state.give_up(member, failed=False)
+            if member.is_live and member.status != "done":
+                member.status = "lost"
 
     def _refusal(self, member: Member | None, event: Contributed) -> str:
         """Returns why a contribution is not even considered, or an empty string."""

@@ -7,6 +7,8 @@ import dataclasses
 import math
 from typing import Any
 
+Ranges = tuple[tuple[int, int], ...]
+
 
 class Record:
     """Something that can be written to a log as a plain dict with a "kind"."""
@@ -83,18 +85,40 @@ class Stopped(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class Restored(Record):
+    """The servers restarted from a checkpoint: everybody must join again.
+
+    The log has an entry of its own for this (history.py), not an event.
+    """
+
+    time: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Release(Record):
-    """A learner may begin a round, from a version."""
+    """A learner may begin a round, from a version.
+
+    Attributes:
+      blocks: ranges [first, stop) of the blocks of data that are leased for this round.
+      ahead: those that are leased for its next round.
+    """
 
     learner: int
     incarnation: int
     round: int
     version: int
+    blocks: Ranges = ()
+    ahead: Ranges = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Contribution(Record):
-    """A contribution as part of a commit."""
+    """A contribution as part of a commit.
+
+    Attributes:
+      blocks: ranges of the blocks of data that the commit consumes by it; none if an
+        earlier commit has done so.
+    """
 
     learner: int
     incarnation: int
@@ -103,6 +127,7 @@ class Contribution(Record):
     weight: float
     coefficient: float
     is_reused: bool
+    blocks: Ranges = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +141,7 @@ class Commit(Record):
       step: index into the learning-rate schedule.
       share: what part of an update this is.
       contributions: in order of learner.
+      set_aside: blocks of data that nobody will get again, since the last commit.
     """
 
     version: int
@@ -124,6 +150,15 @@ class Commit(Record):
     share: float
     divisor: float
     contributions: tuple[Contribution, ...]
+    set_aside: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SetAside(Record):
+    """Blocks of data are not leased again: too many learners were lost with them."""
+
+    learner: int
+    blocks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +178,13 @@ class Done(Record):
     learner: int | None
 
 
-Event = Joined | Left | Contributed | Tick | Stopped
-Decision = Release | Commit | Dropped | Done
+Event = Joined | Left | Contributed | Tick | Stopped | Restored
+Decision = Release | Commit | Dropped | Done | SetAside
 _KINDS = {
     cls.__name__: cls
     for cls in (
-        *(Joined, Left, Contributed, Tick, Stopped),
-        *(Release, Commit, Dropped, Done),
+        *(Joined, Left, Contributed, Tick, Stopped, Restored),
+        *(Release, Commit, Dropped, Done, SetAside),
     )
 }
 
@@ -167,6 +202,18 @@ def from_json(data: dict[str, Any]) -> Event | Decision:
     if wrong := names ^ set(fields):
         raise ValueError(f"{kind}: fields {sorted(wrong)} are missing or unknown")
     if cls is Commit:
-        parts = (Contribution(**part) for part in fields["contributions"])
+        parts = (
+            Contribution(**{**part, "blocks": _ranges(part["blocks"])})
+            for part in fields["contributions"]
+        )
         fields["contributions"] = tuple(parts)
+        fields["set_aside"] = tuple(fields["set_aside"])
+    elif cls is Release:
+        fields |= {name: _ranges(fields[name]) for name in ("blocks", "ahead")}
+    elif cls is SetAside:
+        fields["blocks"] = tuple(fields["blocks"])
     return cls(**fields)
+
+
+def _ranges(pairs: list[list[int]]) -> Ranges:
+    return tuple((first, stop) for first, stop in pairs)

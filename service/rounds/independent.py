@@ -96,6 +96,24 @@ class Independent:
         self._groups, self._blocked = {}, []
         return [arrival for group in groups for arrival in group.arrivals]
 
+    def restore(self) -> list[Contributed]:
+        """Forgets what the servers have lost; returns what was not committed.
+
+        Learners that contributed it do their round again once they have joined again.
+        """
+        lost = self.stop()
+        self._num_waiting = 0
+        for arrival in lost:
+            member = self._state.members[arrival.learner]
+            if member.contributed == arrival.round:
+                member.contributed -= 1
+            if arrival.round == self._state.num_rounds:
+                self._finished.remove(member.learner)
+                if member.is_live:
+                    self._num_finished_live -= 1
+                    self._enter(member.round)
+        return lost
+
     def settle(self) -> None:
         """Commits what is due, and lets learners go on."""
         for fragment in sorted(self._groups):

@@ -68,6 +68,11 @@ class Lockstep:
         self._fresh, self._last, self._due = {}, {}, None
         return sorted(left, key=lambda a: (a.learner, a.incarnation, a.round))
 
+    def restore(self) -> list[Contributed]:
+        """Forgets what the servers have lost; returns what was not committed."""
+        self._num_waiting = 0
+        return self.stop()
+
     def settle(self) -> None:
         """Commits the round if it is due."""
         state = self._state

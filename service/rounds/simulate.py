@@ -13,7 +13,17 @@ from typing import Protocol
 
 from .cluster import Cluster, Learner, Outcome, Segment
 from .engine import Engine
-from .events import Commit, Contributed, Done, Event, Joined, Left, Release, Tick
+from .events import (
+    Commit,
+    Contributed,
+    Done,
+    Dropped,
+    Event,
+    Joined,
+    Left,
+    Release,
+    Tick,
+)
 from .policy import Policy
 
 # A run that takes so many times its ideal time does not get anywhere.
@@ -217,7 +227,7 @@ class Simulation:
                 self._commit(decision)
             elif isinstance(decision, Done):
                 self._finish(decision.learner)
-            else:
+            elif isinstance(decision, Dropped):
                 key = decision.learner, decision.incarnation, decision.round
                 self._read.pop(key, None)
                 self._num_dropped += 1

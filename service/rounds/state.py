@@ -4,8 +4,18 @@ import bisect
 import dataclasses
 import math
 
-from .events import Commit, Contributed, Contribution, Decision, Done, Dropped, Release
+from .events import (
+    Commit,
+    Contributed,
+    Contribution,
+    Decision,
+    Done,
+    Dropped,
+    Release,
+    SetAside,
+)
 from .lags import Lags
+from .leases import Leases, as_ranges
 from .policy import ADAPTIVE, Policy
 
 
@@ -17,7 +27,8 @@ class Member:
       round: the last round it was released for; 0 before the first.
       base: the version it was released with.
       released: when that was.
-      status: "joined", "computing", "waiting" (has contributed) or "done".
+      status: "joined", "computing", "waiting" (has contributed), "done", or "lost" (the
+        servers restarted from a checkpoint, so it must join again).
       contributed: the last round that any incarnation of it contributed.
       bases: the version that it has read of each fragment, last exchanged or all at
         once; empty before the first round of an incarnation.
@@ -48,6 +59,7 @@ class State:
         self.is_started = False
         self.is_done = False
         self.decisions: list[Decision] = []
+        self._leases = Leases()
         self._lags = Lags()
         self._last_quorum: float | None = None  # when the last commit had its quorum
         self._commits_of = {f: [] for f in range(policy.fragments)}
@@ -77,6 +89,32 @@ class State:
     def drop(self, arrival: Contributed, reason: str) -> None:
         self._read.pop(_key(arrival), None)
         self.decisions.append(Dropped(*_key(arrival), reason))
+        self._leases.give_back(_key(arrival))
+
+    def give_up(self, member: Member, *, failed: bool) -> None:
+        """Takes back the data that a learner holds and has not contributed."""
+        if gone := self._leases.give_up(member.learner, failed=failed):
+            self.decisions.append(SetAside(member.learner, tuple(gone)))
+
+    def deal(self) -> None:
+        """Leases data to the learners that were released.
+
+        Nobody gets data for its next round before all have some for this one: in
+        lockstep a round consumes the data that comes next in the order.
+        """
+        policy, found = self.policy, self.decisions
+        released = [i for i, d in enumerate(found) if isinstance(d, Release)]
+        for name, lease, after in (
+            ("blocks", self._leases.lease, 0),
+            ("ahead", self._leases.lease_ahead, 1),
+        ):
+            for index in released:
+                release = found[index]
+                assert isinstance(release, Release)
+                round = release.round + after
+                if round <= self.num_rounds:
+                    ranges = as_ranges(lease(release, policy.steps_of(round)))
+                    found[index] = dataclasses.replace(release, **{name: ranges})
 
     def finish(self, learner: int | None) -> None:
         self.is_done = self.is_done or learner is None
@@ -91,7 +129,8 @@ class State:
         return max(math.ceil(quorum * num_learners - 1e-9), 1)
 
     def note_arrival(self, member: Member, arrival: Contributed) -> None:
-        """Records the timing and the age of a contribution that has just arrived."""
+        """Records the timing, data and age of a contribution that has just arrived."""
+        self._leases.contributed(arrival)
         if self.policy.fragments > 1:
             fragment = self.policy.fragment_of(arrival.round)
             self._read[_key(arrival)] = member.bases[fragment]
@@ -122,6 +161,7 @@ class State:
                     arrival.weight,
                     coefficient,
                     is_reused,
+                    as_ranges(self._leases.consume(_key(arrival))),
                 )
             )
         is_full = policy.update == "full"
@@ -134,8 +174,9 @@ class State:
             self._read.pop(_key(arrival), None)
         # Without any weight the sum is zero already.
         parts = tuple(contributions)
+        gone = tuple(self._leases.take_set_aside())
         self.decisions.append(
-            Commit(self.version, fragment, step, share, divisor or 1.0, parts)
+            Commit(self.version, fragment, step, share, divisor or 1.0, parts, gone)
         )
 
     def _coefficient(self, arrival: Contributed) -> tuple[float, float]:

@@ -85,22 +85,17 @@ def test_an_index_is_taken_while_its_learner_lives(opened):
     assert opened.call("Alive", job="run", learner=0, incarnation=2) == {}
 
 
-def test_learners_with_the_same_rows_are_refused(opened):
-    opened.call("Join", job="run", learner=0, rows=[0, 4])
-    with pytest.raises(
-        Refused, match="learner 1 takes rows 2 to 6 of each batch, lear"
-    ):
-        opened.call("Join", job="run", learner=1, rows=[2, 6])
-    opened.call("Join", job="run", learner=1, rows=[4, 8])
-
-
-def test_contributions_with_the_same_samples_are_refused(opened):
+def test_a_contribution_on_other_data_than_leased_is_refused(opened):
     for learner in range(2):
         opened.call("Join", job="run", learner=learner)
     opened.initialize()
-    assert opened.contribute(0, samples=[0, 4])["state"] == "ok"
-    with pytest.raises(Refused, match=r"samples \[3, 7\] of learner 1, round 1, overl"):
-        opened.contribute(1, samples=[3, 7])
+    place = opened.call("Next", job="run", learner=1, incarnation=1, round=0)
+    assert (place["blocks"], place["ahead"]) == (((1, 2),), ((3, 4),))
+    with pytest.raises(
+        Refused, match=r"blocks \[\[0, 1\]\] of the data, but leased we"
+    ):
+        opened.contribute(1, blocks=[[0, 1]])
+    assert opened.contribute(1, blocks=[[1, 2]])["state"] == "ok"
 
 
 BAD_CONTRIBUTIONS = {
@@ -109,7 +104,6 @@ BAD_CONTRIBUTIONS = {
     "round": ({"round": 0}, "round is 0, expected a whole number >= 1"),
     "base": ({"base": "x"}, "base is 'x', expected a whole number >= 0"),
     "sums": ({"sums": {"loss": "high"}}, "not a contribution"),
-    "samples": ({"samples": [1, 2, 3]}, "expected .first, stop. or a digest"),
 }
 
 

@@ -34,6 +34,10 @@ def outcome(house) -> tuple:
         [(c["learner"], c["round"], c["base"]) for c in row["contributions"]]
         for row in rows
     ]
+    blocks = sorted(
+        tuple(b) for row in rows for c in row["contributions"] for b in c["blocks"]
+    )
+    assert blocks == [(k, k + 1) for k in range(2 * ROUNDS)], "not each block once"
     return values, final, used, steps
 
 

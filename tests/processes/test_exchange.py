@@ -174,10 +174,8 @@ def test_an_asynchronous_run_with_a_death_and_a_late_learner_replays(tmp_path, c
     certificate = json.loads((parts.run / "certificate.json").read_text())
     assert certificate["passed"] and certificate["state"]["words"] == "bit-equal"
     assert [x["processes"] for x in certificate["learners"]] == [2, 1, 1, 1]
-    for learner, what in ((1, "exactly one update"), (3, "samples passed over")):
-        folder = str(parts.run / "learners" / str(learner))
-        assert main(["ledger", "audit", folder]) == 0
-        assert what in capsys.readouterr().out
+    assert main(["ledger", "audit", str(parts.run)]) == 0
+    assert "exactly one update" in capsys.readouterr().out
 
 
 def test_compressed_changes_replay_after_a_death(tmp_path):
@@ -246,6 +244,6 @@ def test_learners_stop_together_when_the_loss_no_longer_falls(tmp_path, capsys):
         assert len(tested) == 1 and tested[0]["accuracy"] == pytest.approx(
             metrics.read(folder / "learners" / "0" / "test.jsonl")[0]["accuracy"]
         )
-    assert main(["ledger", "audit", str(folder / "learners" / "1")]) == 0
+    assert main(["ledger", "audit", str(folder)]) == 0
     assert "exactly one update" in capsys.readouterr().out
     check_replay(folder)

@@ -57,7 +57,7 @@ def train_alone(config: Config) -> list[np.ndarray]:
     task = task_of(config, 1)
     state = task.initial
     for step in range(config.num_steps):
-        state, _ = task.program.step(state, task.batch(step, 0))
+        state, _ = task.program.step(state, task.batch(step))
     return [np.asarray(x) for x in jax.tree.leaves(state.params)]
 
 

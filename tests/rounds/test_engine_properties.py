@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leased_data import LeasedData
 
 from meshloom.service.rounds import events
 from meshloom.service.rounds.engine import Engine
@@ -18,6 +19,8 @@ from meshloom.service.rounds.events import (
     Joined,
     Left,
     Release,
+    Restored,
+    SetAside,
     Stopped,
     Tick,
 )
@@ -47,11 +50,14 @@ class World:
         # Of each round that began: the version of what it exchanges at its end.
         self.read: dict[tuple[int, int, int], int] = {}
         self.is_complete = False
+        self.data = LeasedData(policy, num_rounds)
+        self.must_rejoin: set[int] = set()
 
     def feed(self, event) -> None:
         self.events.append(event)
         decisions = self.engine.handle(event)
         self.decisions.append(decisions)
+        self.data.check(event, decisions, was_done=self.is_complete)
         for decision in decisions:
             line = json.dumps(decision.to_json())
             assert events.from_json(json.loads(line)) == decision
@@ -62,6 +68,7 @@ class World:
         self._lose(learner)
         self.current.pop(learner, None)
         self.live.add(learner)
+        self.must_rejoin.discard(learner)
         self.feed(Joined(self.time, learner, self.incarnations[learner]))
 
     def leave(self, learner: int) -> None:
@@ -69,6 +76,7 @@ class World:
             self.live.remove(learner)
             self._lose(learner)
             self.current.pop(learner, None)
+            self.must_rejoin.discard(learner)
             self.feed(Left(self.time, learner, self.incarnations[learner], "crashed"))
 
     def contribute(self, learner: int) -> None:
@@ -106,6 +114,15 @@ class World:
         if self.sent:
             self.feed(self.sent[index % len(self.sent)])
 
+    def restore(self) -> None:
+        """Restarts the servers from a checkpoint."""
+        if self.engine.is_started and not self.is_complete:
+            for learner in self.live:
+                self._lose(learner)
+            self.current.clear()
+            self.must_rejoin = set(self.live)
+            self.feed(Restored(self.time))
+
     def stop(self) -> None:
         self.feed(Stopped(self.time, "enough"))
 
@@ -123,6 +140,8 @@ class World:
             key = decision.learner, decision.incarnation, decision.round
             assert decision.reason
             self.dropped[key] += 1
+        elif isinstance(decision, SetAside):
+            assert decision.blocks
         elif decision.learner is None:
             assert not self.is_complete
             self.is_complete = True
@@ -247,7 +266,8 @@ POLICIES = {
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["work"] * 6 + ["tick", "leave", "join", "join", "repeat", "lost"]
+            ["work"] * 6
+            + ["tick", "leave", "join", "join", "repeat", "lost", "restore"]
         ),
         st.integers(0, 63),
     ),
@@ -271,6 +291,8 @@ def act(world: World, action: str, number: int) -> None:
         world.repeat(number)
     elif action == "lost":
         world.deliver_lost(number)
+    elif action == "restore":
+        world.restore()
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -302,7 +324,9 @@ def test_engine_keeps_its_promises(
     for learner in range(num_learners):
         if learner in absent and len(world.live) > least:
             world.leave(learner)
-        elif learner not in world.live and not world.is_complete:
+        elif world.is_complete:
+            break
+        elif learner not in world.live or learner in world.must_rejoin:
             world.join(learner)
     finish(world)
     assert replay(world) == world.decisions
@@ -325,6 +349,8 @@ def finish(world: World) -> None:
         assert len(world.commits) == world.num_rounds
     assert not world.engine.kept and world.engine.deadline is None
     check_nothing_is_lost(world)
+    reported = world.data.reported
+    assert reported == world.data.set_aside[: len(reported)]
 
 
 def check_nothing_is_lost(world: World) -> None:

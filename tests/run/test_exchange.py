@@ -12,7 +12,7 @@ from meshloom.service.blocks.pieces import pieces
 from meshloom.service.learner import shards
 from meshloom.service.learner.merging import Merging
 from meshloom.trainer.config import files as config_files
-from meshloom.trainer.data.batches import Batches, Share
+from meshloom.trainer.data.batches import Batches
 from meshloom.trainer.data.shuffle import Order
 from meshloom.trainer.program.step import Gradients
 from meshloom.trainer.run import exchange
@@ -32,13 +32,12 @@ def learner(config, **settings):
     return dataclasses.replace(config, exchange=exchange.Config(**settings))
 
 
-def test_shares_of_a_batch_are_its_rows_in_order():
+def test_blocks_of_the_data_are_rows_of_batches_in_order():
+    """Block 3 * k + i is the i-th third of batch k: what `data=3` trains there."""
     order = Order(50, seed=3)
     whole = Batches(list(range(50)), order, 12).sample_ids(2)
-    parts = [
-        Batches(list(range(50)), order, 4).sample_ids(Share(i, 3).number(2))
-        for i in range(3)
-    ]
+    blocks = Batches(list(range(50)), order, 4)
+    parts = [blocks.sample_ids(3 * 2 + i) for i in range(3)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 

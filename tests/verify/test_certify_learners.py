@@ -8,6 +8,7 @@ from tiny_runs import main, refused
 
 from meshloom.trainer.record.run_folder import PACKAGES
 from meshloom.trainer.verify import certify_learners, replay
+from meshloom.trainer.verify.training_audit import TrainingAudit
 
 VERSIONS = (*PACKAGES, "meshloom", "python", "platform", "device_kind", "xla_flags")
 
@@ -32,7 +33,14 @@ def run(tmp_path, monkeypatch):
     found(monkeypatch)
     no_faults = SimpleNamespace(faults=[])
     monkeypatch.setattr(certify_learners, "audit", lambda folder: no_faults)
+    sound(monkeypatch)
     return tmp_path
+
+
+def sound(monkeypatch, *faults: str) -> None:
+    """Makes the audit of the training find these faults."""
+    found = TrainingAudit(4, 2, 3, [], [], 0, 3, list(faults))
+    monkeypatch.setattr(certify_learners, "audit_training", lambda run: found)
 
 
 def write(run, *commits) -> None:
@@ -82,6 +90,10 @@ def test_samples_that_count_twice_fail_the_data(run, capsys, monkeypatch):
     status, line, _ = certified(run, capsys)
     assert status == 1 and "data: round 1 of learner 0 is in 2 commits" in line
     write(run, [part(0, 1)])
+    sound(monkeypatch, "block 7 is in commit 1 and again in commit 2")
+    _, line, _ = certified(run, capsys)
+    assert "data: audit: block 7 is in commit 1 and again" in line
+    sound(monkeypatch)
     faults = SimpleNamespace(faults=["step 3 has other samples"])
     monkeypatch.setattr(certify_learners, "audit", lambda folder: faults)
     _, line, _ = certified(run, capsys)

@@ -26,7 +26,9 @@ def _audit(args: argparse.Namespace) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     from ..record.ledger_audit import audit
+    from ..verify.training_audit import COMMITS, audit_training
 
-    result = audit(args.run_folder)
+    is_training = (args.run_folder / COMMITS).exists()
+    result = (audit_training if is_training else audit)(args.run_folder)
     print(result)
     return FAILED if result.faults else 0

@@ -33,10 +33,10 @@ WEIGHTS = "weights"
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows of every batch that one of several learners takes.
+    """Which of several learners computes a part of every step.
 
-    Learner i of n takes the i-th of n equal, contiguous parts. Part i of batch k is
-    batch k * n + i of the same order in batches of the size of a part.
+    Each takes an n-th of the rows: one block of the run's order in batches of that
+    size. Which block it is, the service says (service/rounds/leases.py).
     """
 
     index: int = 0
@@ -56,13 +56,6 @@ class Share:
                 f"{batch_size + missing} would be"
             )
         return batch_size // self.count
-
-    def number(self, batch: int) -> int:
-        """Returns the number of a batch's part, counted in batches of that size."""
-        return batch * self.count + self.index
-
-
-ALL_ROWS = Share()
 
 
 class Batches:
@@ -201,56 +194,17 @@ def _check_array(
         _check_divisible(what, shape[dim], num_shards[dim], sharding)
 
 
-class DeviceBatches(Iterator[dict[str, jax.Array]]):
-    """Iterates over batches on the devices, which threads prefetch.
+class Loader:
+    """Reads batches and places them on the devices. Threads may share it."""
 
-    Close it when done, or use it as a context manager. It closes itself at the end and
-    when a read fails.
-    """
-
-    def __init__(
-        self, batches: Batches, shardings: Shardings, steps: range, prefetch: int
-    ):
-        import grain
-
+    def __init__(self, batches: Batches, shardings: Shardings):
         self._batches = batches
         self._shardings = shardings
         self._checked: set[tuple[str, tuple[int, ...], np.dtype]] = set()
         # Maps a row of the global batch to its index among the rows that are read.
         self._local_rows = {int(row): i for i, row in enumerate(batches.rows)}
-        self._threads: set[threading.Thread] = set()
-        self._closed = False
-        options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-        dataset = grain.MapDataset.source(steps).map(self._load)
-        self._iterator = iter(dataset.to_iter_dataset(options))
-        self._iterator.start_prefetch()
 
-    def __next__(self) -> dict[str, jax.Array]:
-        try:
-            return next(self._iterator)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Stops prefetching and waits for the reader threads to end."""
-        self._closed = True
-        self._iterator.close()
-        # Grain does not join its threads, and a read in flight must not outlive us.
-        for thread in self._threads - {threading.current_thread()}:
-            thread.join()
-
-    def __enter__(self) -> "DeviceBatches":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _load(self, step: int) -> dict[str, jax.Array]:
-        """Reads the batch of a step and places it; runs in Grain's threads."""
-        self._threads.add(threading.current_thread())
-        if self._closed:
-            raise ValueError("these batches are closed; create new ones to read more.")
+    def __call__(self, step: int) -> dict[str, jax.Array]:
         batch = self._batches[step]
         shardings = self._shardings
         if not isinstance(shardings, Mapping):
@@ -284,6 +238,53 @@ class DeviceBatches(Iterator[dict[str, jax.Array]]):
             return jax.make_array_from_callback(shape, sharding, shard)
 
 
+class DeviceBatches(Iterator[dict[str, jax.Array]]):
+    """Iterates over batches on the devices, which threads prefetch.
+
+    Close it when done, or use it as a context manager. It closes itself at the end and
+    when a read fails.
+    """
+
+    def __init__(self, loader: Loader, steps: Sequence[int], prefetch: int):
+        import grain
+
+        self._loader = loader
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
+        dataset = grain.MapDataset.source(steps).map(self._load)
+        self._iterator = iter(dataset.to_iter_dataset(options))
+        self._iterator.start_prefetch()
+
+    def __next__(self) -> dict[str, jax.Array]:
+        try:
+            return next(self._iterator)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stops prefetching and waits for the reader threads to end."""
+        self._closed = True
+        self._iterator.close()
+        # Grain does not join its threads, and a read in flight must not outlive us.
+        for thread in self._threads - {threading.current_thread()}:
+            thread.join()
+
+    def __enter__(self) -> "DeviceBatches":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _load(self, step: int) -> dict[str, jax.Array]:
+        """Reads the batch of a step and places it; runs in Grain's threads."""
+        self._threads.add(threading.current_thread())
+        if self._closed:
+            raise ValueError("these batches are closed; create new ones to read more.")
+        return self._loader(step)
+
+
 def device_batches(
     dataset: Dataset,
     order: Order,
@@ -295,7 +296,6 @@ def device_batches(
     training: bool = True,
     prefetch: int = 2,
     num_examples: int | None = None,
-    share: Share = ALL_ROWS,
 ) -> DeviceBatches:
     """Returns batches start..stop - 1 as global arrays, prefetched by threads.
 
@@ -307,7 +307,6 @@ def device_batches(
       training: see `Batches`.
       prefetch: number of batches to keep ready; 0 reads in the calling thread.
       num_examples: see `Batches`.
-      share: of each batch, which learner's part; `batch_size` is the size of a part.
     """
     if not 0 <= start <= stop:
         raise ValueError(
@@ -317,5 +316,4 @@ def device_batches(
         raise ValueError(f"prefetch is {prefetch}; it must be >= 0 batches.")
     rows = needed_rows(shardings, batch_size)
     batches = Batches(dataset, order, batch_size, rows, training, num_examples)
-    numbers = range(share.number(start), share.number(stop), share.count)
-    return DeviceBatches(batches, shardings, numbers, prefetch)
+    return DeviceBatches(Loader(batches, shardings), range(start, stop), prefetch)

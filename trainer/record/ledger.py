@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.batches import ALL_ROWS, Share
 from ..program import digest
 from ..program.step import SAMPLE_DIGEST
 from . import metrics
 
 FILE = "ledger.jsonl"
+# The metric of a learner's step with the number of its block (data/leased.py), which is
+# the number of its batch.
+BLOCK = "block"
 
 
 class Ledger:
@@ -74,19 +76,17 @@ class Ledger:
         self,
         rows: Sequence[dict[str, Any]],
         batches_ahead: int,
-        share: Share = ALL_ROWS,
     ) -> None:
         """Records steps, and removes the digests of their samples from the rows.
 
         Args:
           batches_ahead: batches that earlier rewinds have skipped.
-          share: the part of each batch that this learner takes.
         """
         lines = []
         for row in rows:
             step = int(row["step"])
             lanes = [row.pop(name) for name in SAMPLE_DIGEST]
-            batch = share.number(step - 1 + batches_ahead)
+            batch = int(row.pop(BLOCK, step - 1 + batches_ahead))
             line = {"event": "step", "step": step, "batch": batch}
             line["samples"] = digest.hexadecimal(lanes)
             lines.append(line | ({"skipped": True} if row["skipped"] else {}))

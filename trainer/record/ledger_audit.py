@@ -4,6 +4,9 @@ Only the ledger is read. The samples of each batch are recomputed from the order
 data and must match what the devices saw, and no sample of the same data (by digest) may
 be in two updates of one epoch. If the data was changed on purpose, this is proved for
 each part of the history that used the same data.
+
+A learner's ledger alone cannot say which of its steps are in an update; that is for
+trainer/verify/training_audit.py.
 """
 
 import dataclasses
@@ -17,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...sharding.text import align
-from ..data.batches import ALL_ROWS, Share
 from ..data.shuffle import Order
 from ..program import digest
 from .ledger import Ledger
@@ -32,13 +34,13 @@ class Attempt:
 
     Attributes:
       data: digest of the contents of the train split; None in old ledgers.
-      share: the part of each batch that this learner takes; all of it by default.
+      is_learner: whether it was one of several, with data that the service leased.
     """
 
     batch_size: int
     order: Order
     data: str | None
-    share: Share = ALL_ROWS
+    is_learner: bool = False
 
     @property
     def dataset(self) -> tuple[str | None, int]:
@@ -80,7 +82,7 @@ class Audit:
       passed_over: (first, stop, attempt) of the examples that each rewind skipped.
       events: number of events of each kind.
       faults: inconsistencies; [] if there are none.
-      absent: examples of a learner's share that passed while it was not there.
+      is_learner: whether the ledger is that of one of several learners.
     """
 
     history: list[Applied]
@@ -88,7 +90,7 @@ class Audit:
     passed_over: list[tuple[int, int, Attempt]]
     events: dict[str, int]
     faults: list[str]
-    absent: int = 0
+    is_learner: bool = False
 
     @property
     def parts(self) -> list[tuple[int, int, Attempt]]:
@@ -104,6 +106,11 @@ class Audit:
     def verdict(self) -> str:
         if self.faults:
             return "FAILED\n" + "\n".join(f"  {fault}" for fault in self.faults)
+        if self.is_learner:
+            return (
+                "each step read the samples of its block; which of them are in an "
+                "update, the audit of the whole training says"
+            )
         proved = "each sample contributed to exactly one update"
         if len(self.parts) < 2:
             return f"{proved} of its epoch, or is listed above"
@@ -125,13 +132,15 @@ class Audit:
         events = (f"{n} {kind}" for kind, n in sorted(self.events.items()))
         rows = [
             ("steps in the history", f"{len(self.history):,}"),
-            ("samples in an update", f"{sum(s.batch_size for s in done):,}"),
+            (
+                "samples computed on" if self.is_learner else "samples in an update",
+                f"{sum(s.batch_size for s in done):,}",
+            ),
             ("steps skipped", f"{len(self.history) - len(done):,}"),
             (
                 "samples skipped by rewinds",
                 f"{sum(stop - start for start, stop, _ in self.passed_over):,}",
             ),
-            *([("samples passed over", f"{self.absent:,}")] if self.absent else []),
             ("steps repeated", f"{self.repeated:,}"),
             ("events", ", ".join(events)),
         ]
@@ -185,20 +194,18 @@ def examine(rows: Iterable[Row]) -> Audit:
     found.history = [history[step] for step in sorted(history)]
     found.passed_over = [passed_over[step] for step in sorted(passed_over)]
     found.faults += _unannounced(found, announced)
-    if attempt.share == ALL_ROWS:
+    found.is_learner = attempt.is_learner
+    if not attempt.is_learner:
         found.faults += _gaps(found.history)
         found.faults += _missing(found)
-    else:
-        found.absent = _absent(found.history)
-    found.faults += _repeated(found)
-    found.faults += _wrong_samples(found.history)
+        found.faults += _repeated(found)
+    found.faults += wrong_samples(found.history)
     return found
 
 
 def _attempt(row: Row) -> Attempt:
     order = Order(row["num_examples"], row["seed"])
-    share = Share(*row.get("learner", (0, 1)))
-    return Attempt(row["batch_size"], order, row.get("data"), share)
+    return Attempt(row["batch_size"], order, row.get("data"), "learner" in row)
 
 
 def _drop_after(step: int, history: dict, passed_over: dict, found: Audit) -> None:
@@ -231,13 +238,6 @@ def _gaps(history: Sequence[Applied]) -> list[str]:
     if first is None:
         return []
     return [f"the history has {len(history)} steps, but one before {first} is missing"]
-
-
-def _absent(history: Sequence[Applied]) -> int:
-    """Returns how many examples a learner passed over when it joined late or jumped."""
-    pairs = itertools.pairwise([0, *(s.step for s in history)])
-    size = history[0].batch_size if history else 0
-    return size * sum(step - before - 1 for before, step in pairs)
 
 
 def _uses(found: Audit) -> list[tuple[int, int, str, Attempt]]:
@@ -285,7 +285,7 @@ def _repeated(found: Audit) -> list[str]:
     return faults
 
 
-def _wrong_samples(history: Sequence[Applied]) -> list[str]:
+def wrong_samples(history: Sequence[Applied]) -> list[str]:
     """Returns steps whose samples are not those of their batch."""
     faults = []
     for begin in range(0, len(history), CHUNK):

@@ -40,7 +40,7 @@ class Config:
         with commas between them. None trains alone.
       job: the name of the training at the service.
       mode: how learners wait for each other, see docs/rounds.md.
-      learners: how many there are; each takes an equal share of every batch.
+      learners: how many there are; a step of each takes an n-th of `batch_size`.
       learner: which of them this one is, from 0.
       local_steps, quorum, grace, staleness, late, weights, wait, delay, mix, fragments,
         compensation: override the mode's value; None keeps it. staleness="unbounded"

@@ -11,7 +11,7 @@ import jax
 
 from ..checkpoint.manager import Checkpoints
 from ..data import Order
-from ..data.batches import ALL_ROWS, Shardings, Share, device_batches
+from ..data.batches import Shardings, device_batches
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
 from ..program.state import State
 from ..program.step import WEIGHT
@@ -35,7 +35,6 @@ class Recorder:
       batches_ahead: see checkpoint.restore.Position.
       bubble: the simulated bubble of a pipeline as a share of the step; None without
         a pipeline.
-      share: the part of each batch that this run takes.
     """
 
     progress: Progress
@@ -46,12 +45,11 @@ class Recorder:
     ledger: Ledger
     batches_ahead: int = 0
     bubble: float | None = None
-    share: Share = ALL_ROWS
 
     def __call__(self, rows: list[StepMetrics]) -> None:
         if not rows:
             return
-        self.ledger.steps(rows, self.batches_ahead, self.share)
+        self.ledger.steps(rows, self.batches_ahead)
         for row in rows:
             row.pop(WEIGHT, None)  # for learners; of no use to readers of the files
         self.progress.update(int(rows[-1]["step"]), rows[-1])

@@ -11,13 +11,14 @@ import numpy as np
 
 from ...service.learner.client import Client
 from ...service.learner.exchange import Exchange
+from ...service.rounds.leases import as_ranges
 from ...service.wire.calls import Channel
 from ...service.wire.coordinators import reach
 from ..job.group import Group
 from ..program import contract
 from ..program.state import State
 from ..program.step import WEIGHT, Gradients
-from ..record.ledger import Ledger
+from ..record.ledger import BLOCK, Ledger
 from . import exchange as exchange_lib
 from .exchange_job import credentials, job_spec, make_mover
 from .exchanged import Exchanged
@@ -31,11 +32,15 @@ class _Round:
 
     Attributes:
       first, stop: its local steps are first + 1 .. stop.
+      blocks: of the data, one for each of them.
+      ahead: blocks of the round after it, as far as they are known.
       metrics: of each local step, still on the devices.
     """
 
     first: int
     stop: int
+    blocks: Sequence[int] = ()
+    ahead: Sequence[int] = ()
     metrics: list[dict[str, jax.Array]] = dataclasses.field(default_factory=list)
 
     def sums(self) -> dict[str, float]:
@@ -50,7 +55,7 @@ class _Round:
 
 
 OTHERS_ARE_DONE = "enough of the other learners have done all their rounds"
-NOT_SUMMED = {WEIGHT, "samples_0", "samples_1", "skipped", "learning_rate"}
+NOT_SUMMED = {WEIGHT, BLOCK, "samples_0", "samples_1", "skipped", "learning_rate"}
 
 
 class Learner:
@@ -135,10 +140,8 @@ class Learner:
         Args:
           initial: makes the state of step 0, which learner 0 may have to send.
         """
-        first, size = self._config.learner, self._prepared.batch_size
         facts = {
             "owner": self._owner,
-            "rows": [first * size, (first + 1) * size],
             "mesh": dict(self._prepared.layout.params.mesh),
             "processes": self._group.size,
         }
@@ -212,19 +215,27 @@ class Learner:
             return self._after_gradients(state, step_fn(state, batch))  # type: ignore
 
         def local_step(state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+            block = self.upcoming()[0]
             state, metrics = step_fn(state, batch)
-            return self._after_local_step(state, metrics), metrics
+            state = self._after_local_step(state, metrics)
+            return state, {**metrics, BLOCK: block}
 
         return gradient_step if self._config.sends_gradients else local_step
 
+    def upcoming(self) -> list[int]:
+        """Returns the blocks of data of the next local steps."""
+        done = self.step - self._round.first
+        return [*self._round.blocks[done:], *self._round.ahead]
+
     def _after_gradients(self, state: State, grads: Gradients) -> tuple[State, dict]:
         """Sends one gradient; the servers run the optimizer."""
+        block = self.upcoming()[0]
         rate = np.asarray(self._rate(self.step), np.float32)
         sums = {k: float(v) for k, v in jax.device_get(grads.sums).items()}
         self.step += 1
         residual = self._parameters.residual(state)
         residual = self._exchange.send_gradients(
-            grads.params, sums, self._facts(), residual
+            grads.params, sums, self._facts, residual
         )
         state = self._parameters.put_residual(state, residual)
         weight = sums[WEIGHT] or 1.0
@@ -238,7 +249,7 @@ class Learner:
         metrics["skipped"] = float(bool(commit.get("skipped")))
         if "norm" in commit:
             metrics["grad_norm"] = commit["norm"]
-        return state, metrics
+        return state, {**metrics, BLOCK: block}
 
     def _after_local_step(self, state: State, metrics: dict[str, Any]) -> State:
         """Sends the round if this was its last step; merges what others have made.
@@ -252,7 +263,7 @@ class Learner:
             state = self._finish_round(state, metrics)
         if self._has_moved or self.step < self._round.stop:
             return state
-        facts, stop = self._facts(), self._round.stop
+        facts, stop = self._facts, self._round.stop
         residual = self._exchange.send_change(
             state.params, self._round.sums(), facts, self._parameters.residual(state)
         )
@@ -276,6 +287,7 @@ class Learner:
             base=before.version,
             first_step=self.policy.steps_before(before.round) + 1,
             step=ended,
+            blocks=as_ranges(before.blocks),
         )
         metrics |= outcome.metrics()
         self.is_done = turn.is_done
@@ -285,19 +297,20 @@ class Learner:
         if self._has_moved or self.step == ended:
             self.step = next_step
             self._begin_round(next_step)
+        else:  # it has been in the round of this turn for a while
+            assert [*self._round.blocks] == [*turn.blocks], (self._round, turn)
+            self._round.ahead = turn.ahead
         return self._parameters.at_step(self._exchange.merge(state, outcome), self.step)
 
     def _begin_round(self, first: int, number: int = 0) -> None:
-        number = number or self._exchange.turn.round
-        self._round = _Round(first, self.policy.steps_before(number + 1))
+        """Args:
+        number: of the round, if it is the one after this turn's.
+        """
+        turn = self._exchange.turn
+        leased = (turn.ahead, ()) if number else (turn.blocks, turn.ahead)
+        stop = self.policy.steps_before((number or turn.round) + 1)
+        self._round = _Round(first, stop, *leased)
 
+    @property
     def _facts(self) -> dict[str, Any]:
-        """Returns the steps and the samples of the round."""
-        share, size = self._config.share, self._prepared.batch_size
-        first, stop = self._round.first, self._round.stop
-        number = share.number(first)
-        samples: Any = [number * size, (number + 1) * size]
-        if stop - first > 1:
-            last = share.number(stop - 1)
-            samples = f"batches {number} to {last} by {share.count} of {size}"
-        return {"steps": stop - first, "samples": samples}
+        return {"steps": self._round.stop - self._round.first}

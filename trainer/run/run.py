@@ -12,8 +12,9 @@ from ..checkpoint import init_from
 from ..checkpoint.manager import Checkpoints, committed_steps
 from ..checkpoint.restore import Position, restore_newest
 from ..config import tree as config_tree
-from ..data import Order, throughput_unit
-from ..data.batches import device_batches
+from ..data import throughput_unit
+from ..data.batches import DeviceBatches
+from ..data.leased import LeasedBatches
 from ..job.group import Group
 from ..job.preemption import Preempted
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
@@ -32,6 +33,7 @@ from .early_stop import EarlyStop
 from .failed_steps import FailedSteps, Rewind, give_up
 from .hooks import Evaluate, Recorder, Save, Watched
 from .prepare import Prepared
+from .reading import batches_of, leased_batches
 from .replica_check import CheckReplicas
 
 if TYPE_CHECKING:
@@ -195,7 +197,7 @@ class Run:
 
     def _run(self, step_fn, position: Position, failed_steps: FailedSteps) -> State:
         """Runs the steps from a position on; raises Rewind or Preempted."""
-        prepared, config, start = self.prepared, self.prepared.config, position.step
+        config, start = self.prepared.config, position.step
         writers = self._writers(start)
         progress = self._progress(start)
         failed_steps.log = progress.message
@@ -207,21 +209,12 @@ class Run:
             self.ledger,
             position.batches_ahead,
             self._bubble,
-            config.exchange.share,
         )
         stop = EarlyStop.of(config, self.group, position, self.learner, self._stopped)
         hooks, save = self._built_in_hooks(
             position, progress, writers, failed_steps, stop
         )
-        batches = device_batches(
-            prepared.train_data,
-            Order(len(prepared.train_data), config.seed),
-            batch_size=prepared.batch_size,
-            shardings=prepared.program.batch_shardings,
-            share=config.exchange.share,
-            start=start + position.batches_ahead,
-            stop=config.num_steps + position.batches_ahead,
-        )
+        batches = self._batches(position)
         try:
             with progress, batches:
                 state = loop.run(
@@ -254,6 +247,13 @@ class Run:
         finally:
             for writer in writers:
                 writer.close()
+
+    def _batches(self, position: Position) -> DeviceBatches | LeasedBatches:
+        """Returns the batches from a position on; the service chooses a learner's."""
+        if self.learner is not None:
+            return leased_batches(self.prepared, self.learner.upcoming)
+        ahead, stop = position.batches_ahead, self.prepared.config.num_steps
+        return batches_of(self.prepared, range(position.step + ahead, stop + ahead))
 
     def _should_stop(self, step: int) -> bool:
         if self.learner is not None and self.learner.has_moved():

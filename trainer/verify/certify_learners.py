@@ -1,9 +1,9 @@
 """`meshloom certify --run`: a certificate of a finished training between learners.
 
 It has the three levels of a certificate (certificate.py), found by a replay in one
-process. `state`: the final parameters are those that were computed again. `data`: each
-learner's ledger passes its audit, and no round is in two commits. `trajectory`: every
-commit has the same gradient norm.
+process. `state`: the final parameters are those that were computed again. `data`: the
+training and each learner's ledger pass their audits, and no round is in two commits.
+`trajectory`: every commit has the same gradient norm.
 """
 
 import json
@@ -19,6 +19,7 @@ from ..record.ledger_audit import audit
 from ..record.run_folder import PACKAGES
 from . import replay
 from .certificate import LEVELS, Level
+from .training_audit import audit_training
 
 FILE = "certificate.json"
 
@@ -87,11 +88,19 @@ def _data(run: Path, commits: Sequence[Mapping[str, Any]]) -> Level:
         for part in row["contributions"]
         if not part["is_reused"]
     )
-    facts = {"contributions": sum(rounds.values())}
+    found = audit_training(run)
+    facts = {
+        "contributions": sum(rounds.values()),
+        "samples": found.consumed * found.rows,
+        "unfinished": found.unfinished,
+        "set_aside": found.set_aside,
+    }
     for (learner, round), count in rounds.items():
         if count > 1:
             problem = f"round {round} of learner {learner} is in {count} commits"
             return Level(False, problem, facts)
+    if found.faults:
+        return Level(False, f"audit: {found.faults[0]}", facts)
     for folder in _folders(run):
         if faults := audit(folder).faults:
             problem = f"audit of learner {folder.name}: {faults[0]}"

@@ -21,6 +21,7 @@ from ...service.learner import shards
 from ...service.learner.compression import Compressor, push_share
 from ...service.rounds.cluster import Cluster, Outcome
 from ...service.rounds.events import Commit, Release
+from ...service.rounds.leases import from_ranges
 from ...service.rounds.policy import Policy
 from ...service.rounds.simulate import simulate
 from ...service.server.store import BlockStore
@@ -129,10 +130,9 @@ class Task:
             self._placed(held_out_batches, step) for step in range(num_eval)
         ]
 
-    def batch(self, step: int, learner: int) -> dict[str, jax.Array]:
-        """Returns the rows of batch `step` that a learner takes."""
-        share = Share(learner, self.num_learners)
-        return self._placed(self._batches, share.number(step))
+    def batch(self, block: int) -> dict[str, jax.Array]:
+        """Returns a block of the data: the batch of one step of one learner."""
+        return self._placed(self._batches, block)
 
     def _placed(self, batches: Batches, number: int) -> dict[str, jax.Array]:
         arrays = batches[number]
@@ -243,13 +243,14 @@ class Training:
             self._gradients(release, replica, first)
             return
         replica.weight = 0.0
-        self._local_steps(release.learner, replica, first + replica.done, last)
+        blocks = from_ranges(release.blocks)[replica.done :]
+        self._local_steps(replica, first + replica.done, blocks)
         pairs = zip(replica.base, replica.leaves, strict=True)
         self._send(release, replica, [base - now for base, now in pairs])
         # Steps that were done ahead have the weight of the others.
         replica.weight *= (last - first) / max(last - first - replica.done, 1)
         weight = replica.weight
-        self._local_steps(release.learner, replica, last, last + delay)
+        self._local_steps(replica, last, from_ranges(release.ahead)[:delay])
         replica.done, replica.weight = delay, weight
 
     def arrived(self, release: Release) -> float:
@@ -302,7 +303,8 @@ class Training:
 
     def _gradients(self, release: Release, replica: Replica, step: int) -> None:
         state = self._state(replica, step)
-        batch = self._task.batch(step, release.learner)
+        (block,) = from_ranges(release.blocks)
+        batch = self._task.batch(block)
         found = self._task.program.gradients(state, batch)
         self._send(release, replica, jax.tree.leaves(found.params))
         replica.weight = float(found.sums["weight"])
@@ -318,13 +320,12 @@ class Training:
             arrays, self._policy.fragment_of(release.round), residual=residual
         )
 
-    def _local_steps(self, learner: int, replica: Replica, start: int, stop: int):
-        if stop == start:
+    def _local_steps(self, replica: Replica, start: int, blocks: Sequence[int]):
+        if not blocks:
             return
         state = self._state(replica, start)
-        for step in range(start, stop):
-            batch = self._task.batch(step, learner)
-            state, metrics = self._task.program.step(state, batch)
+        for block in blocks:
+            state, metrics = self._task.program.step(state, self._task.batch(block))
             replica.weight += float(metrics["weight"])
         replica.leaves = [np.array(x) for x in jax.tree.leaves(state.params)]
         replica.opt_state = state.opt_state

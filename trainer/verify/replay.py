@@ -22,14 +22,13 @@ from ...service.blocks.pieces import pieces
 from ...service.learner import shards
 from ...service.learner.compression import Compressor
 from ...service.learner.merging import Merging, Read
+from ...service.rounds.leases import from_ranges
 from ...service.rounds.policy import Policy
 from ...service.server.store import BlockStore
 from ...service.wire.codecs import PLAIN
 from ...sharding import MeshSpec
 from ...sharding.mesh import AXES
 from ..config import files as config_files
-from ..data import Order
-from ..data.batches import DeviceBatches, device_batches
 from ..program.state import State
 from ..record import metrics
 from ..record.ledger import Ledger
@@ -37,6 +36,7 @@ from ..record.run_folder import CONFIG_GIN
 from ..run.exchange_update import make_update
 from ..run.exchanged import Exchanged
 from ..run.prepare import Prepared, prepare
+from ..run.reading import batches_of
 from ..run.train import Config
 
 Key = tuple[int, int, int]  # learner, incarnation, round
@@ -49,6 +49,7 @@ class Round:
     Attributes:
       base: the version that it started from.
       first, stop: its local steps are first + 1 .. stop.
+      blocks: of the data, one for each of them.
       optimizer_step: of the checkpoint that the learner's own optimizer state came
         from, if it joined right before this round; None if it just went on.
     """
@@ -57,6 +58,7 @@ class Round:
     base: int
     first: int
     stop: int
+    blocks: Sequence[int]
     optimizer_step: int | None = None
 
 
@@ -137,17 +139,21 @@ def find_rounds(
     learner's own optimizer state; they are in its ledger.
     """
     bases: dict[Key, int] = {}
+    leased: dict[Key, Sequence[Sequence[int]]] = {}  # ranges of blocks
     joined: dict[tuple[int, int], Mapping[str, Any]] = {}
     for commit in commits:
         for part in commit["contributions"]:
             key = (part["learner"], part["incarnation"], part["round"])
             bases[key] = part["base"]
+            # Once more in a later commit, it has consumed its blocks already.
+            leased.setdefault(key, part["blocks"])
     for folder in (run / "learners").iterdir():
         for row in Ledger(folder, is_writer=False).read():
             if row["event"] == "joined":
                 joined[row["learner"], row["incarnation"]] = row
             elif row["event"] == "round":
-                bases[row["learner"], row["incarnation"], row["round"]] = row["base"]
+                key = row["learner"], row["incarnation"], row["round"]
+                bases[key], leased[key] = row["base"], row["blocks"]
     found: dict[int, list[Round]] = {}
     for key in sorted(bases):
         learner, incarnation, number = key
@@ -155,7 +161,8 @@ def find_rounds(
         is_first = not own or own[-1].key[1] != incarnation
         start = joined.get((learner, incarnation), {}) if is_first else {}
         first, stop = policy.steps_before(number), policy.steps_before(number + 1)
-        own.append(Round(key, bases[key], first, stop, start.get("optimizer_step")))
+        blocks, saved = from_ranges(leased[key]), start.get("optimizer_step")
+        own.append(Round(key, bases[key], first, stop, blocks, saved))
     return found
 
 
@@ -271,13 +278,13 @@ class _Replayed:
         step_fn = self._prepared.compile()
         if self._policy.outer is None:
             state = self._joined(round)
-            with self._batches(round) as batches:
+            with batches_of(self._prepared, round.blocks) as batches:
                 grads = step_fn(state, next(batches))
             return self._sent(round, state, grads.params)
         state, merge_at = self._state, round.first + self._policy.delay
         if round.optimizer_step is not None or state is None:
             state, merge_at = self._joined(round), -1
-        with self._batches(round) as batches:
+        with batches_of(self._prepared, round.blocks) as batches:
             for step, batch in enumerate(batches, start=round.first):
                 if step == merge_at:
                     state = self._merged(state, round)
@@ -333,18 +340,6 @@ class _Replayed:
             fragment = self._policy.fragment_of(round.key[2] - 1)
         fetched, _ = self._merging.fetch(round.base, fragment)
         return self._merging.merge(state, fetched, fragment)
-
-    def _batches(self, round: Round) -> DeviceBatches:
-        prepared, config = self._prepared, self._prepared.config
-        return device_batches(
-            prepared.train_data,
-            Order(len(prepared.train_data), config.seed),
-            batch_size=prepared.batch_size,
-            shardings=prepared.program.batch_shardings,
-            share=config.exchange.share,
-            start=round.first,
-            stop=round.stop,
-        )
 
 
 def _copy(state: State) -> State:
