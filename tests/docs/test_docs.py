@@ -45,8 +45,6 @@ def env(tmp_path_factory) -> Iterator[dict[str, str]]:
     inherited = ("MAKE", "ARGS", "WORKERS")
     env = {k: v for k, v in os.environ.items() if not k.startswith(inherited)}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # Without the fusion emitters a train step compiles in a third of the time.
-    env["XLA_FLAGS"] = f"{env['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false"
     path = f"{pathlib.Path(sys.executable).parent}:{env['PATH']}"
     with warm_commands.started(tmp_path_factory.mktemp("warm"), env) as commands:
         yield env | {"PATH": f"{commands}:{path}"}
