@@ -13,10 +13,11 @@ With --slow, every mode is trained twice: with learners that are alike, and with
 that is four times slower (SIGSTOP most of the time). On one machine the others would
 get the cores that it leaves, so all learners run in time slots (modes_slots.py): each
 has --share of a core, whatever the others do. This shows what waiting costs: steps a
-second that the others lose, and the time until a loss is reached. It does not show
-the speed of learners on machines of their own. A learner answers only in its slots,
-so a mode with an exchange after each step does at most one or two steps in each
-period.
+second that the others lose, and the time until a loss is reached. The table says how
+busy the cores of this machine were: near 100 %, learners waited for a core, not for
+each other. It does not show the speed of learners on machines of their own. A learner
+answers only in its slots, so a mode with an exchange after each step does at most one
+or two steps in each period.
 
 Trainings that --folder has results of are skipped, so the command can be repeated
 after an interruption. It writes results.json, tables and plots there.

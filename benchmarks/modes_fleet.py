@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 from modes_cases import Case
-from modes_slots import Slots, cpu_and_delay
+from modes_slots import Slots, core_seconds
 
 from meshloom.launch.target import GUARD
 from meshloom.trainer.record import metrics
@@ -62,14 +63,16 @@ class Trained:
       run: the folder of the training.
       saved: the folders of versions of the shared parameters.
       began: Unix time from which on all learners were training.
-      usage: of each learner with slots, the seconds since then in which it had a core,
-        in which it waited for one, and in which it was allowed to run.
+      allowed: seconds since then in which each learner with slots could run.
+      busy: with slots, the share of this machine's cores that had work, from any
+        program; 0 without.
     """
 
     run: Path
     saved: Mapping[int, Path]
     began: float
-    usage: Mapping[int, tuple[float, float, float]]
+    allowed: Mapping[int, float]
+    busy: float
 
     def learner(self, number: int) -> Path:
         return self.run / "learners" / str(number)
@@ -100,7 +103,7 @@ def _train(case: Case, home: Path, cache: Path) -> Trained:
         if '"event": "restart"' in path.read_text():
             raise Failed(f"something was restarted, see {log}")
     began = watch.began or max(compiled(run, case.learners).values())
-    return Trained(run, snapshots.saved, began, watch.usage)
+    return Trained(run, snapshots.saved, began, watch.allowed, watch.busy)
 
 
 @contextlib.contextmanager
@@ -161,14 +164,14 @@ def compiled(run: Path, learners: int) -> dict[int, float]:
 
 
 class Watch:
-    """Gives learners their slots once all of them train, and notes what they use."""
+    """Gives learners their slots once all of them train; notes how busy cores are."""
 
     def __init__(self, run: Path, case: Case):
         self._run, self._case = run, case
         self.slots = Slots(case.share, case.factors) if case.share else None
-        self._pids: dict[int, int] = {}
-        self._before: dict[int, tuple[float, float]] = {}
-        self.usage: dict[int, tuple[float, float, float]] = {}
+        self._before = 0.0, 0.0
+        self.allowed: dict[int, float] = {}
+        self.busy = 0.0
 
     def __enter__(self) -> "Watch":
         return self
@@ -186,17 +189,13 @@ class Watch:
             return
         if (self._run / "final.json").exists():
             self.slots.end()
-        elif self._pids:
-            for number, pid in self._pids.items():
-                if found := cpu_and_delay(pid):
-                    cpu, delay = self._before[number]
-                    allowed = self.slots.seconds[number]
-                    self.usage[number] = found[0] - cpu, found[1] - delay, allowed
+        elif self.slots.began is not None:
+            self.allowed = dict(self.slots.seconds)
+            work, cores = np.subtract(core_seconds(), self._before)
+            self.busy = float(work / cores)
         elif len(compiled(self._run, self._case.learners)) == self._case.learners:
-            self._pids = {i: self._pid(i) for i in range(self._case.learners)}
-            for number, pid in self._pids.items():
-                self._before[number] = cpu_and_delay(pid) or (0.0, 0.0)
-            self.slots.begin(self._pids)
+            self._before = core_seconds()
+            self.slots.begin({i: self._pid(i) for i in range(self._case.learners)})
 
     def _pid(self, learner: int) -> int:
         """Returns the training process of a learner, not its supervisor."""

@@ -55,7 +55,8 @@ class Result:
       rounds: that learners have computed; `dropped` were not committed.
       staleness: mean and maximum over contributions, in commits.
       rates: local steps a second of each learner.
-      usage: seconds of learners with slots: with a core, waiting for one, allowed.
+      allowed: seconds in which each learner with slots could run.
+      busy: the share of the cores that had work, with slots.
     """
 
     points: list[tuple[int, float, float]]
@@ -64,7 +65,8 @@ class Result:
     dropped: int
     staleness: tuple[float, int]
     rates: list[float]
-    usage: list[tuple[float, float, float]]
+    allowed: list[float]
+    busy: float
 
     @property
     def loss(self) -> float:
@@ -130,7 +132,8 @@ def measure(case: Case, trained: Trained, judge: Judge) -> Result:
         dropped=len(computed - committed),
         staleness=(float(np.mean(ages)), max(ages)),
         rates=[rate(trained, i) for i in range(case.learners)],
-        usage=[trained.usage[i] for i in sorted(trained.usage)],
+        allowed=[trained.allowed[i] for i in sorted(trained.allowed)],
+        busy=trained.busy,
     )
 
 

@@ -86,17 +86,14 @@ class Slots:
             signal.pidfd_send_signal(self._fds[number], which)
 
 
-def cpu_and_delay(pid: int) -> tuple[float, float] | None:
-    """Returns the seconds that a process had a core, and waited for one while ready.
+def core_seconds() -> tuple[float, float]:
+    """Returns the seconds since boot in which cores had work, and all there were.
 
-    Sums over its threads; None if it has ended or the kernel does not count this.
+    What a hypervisor took away counts as work.
     """
-    cpu = delay = 0
-    try:
-        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                first, second, _ = file.read_text().split()
-                cpu, delay = cpu + int(first), delay + int(second)
-    except OSError:
-        return None
-    return (cpu / 1e9, delay / 1e9) if cpu else None
+    line = Path("/proc/stat").read_text().splitlines()[0]
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    ticks = [int(word) for word in line.split()[1:9]]
+    all_ticks, idle = sum(ticks), ticks[3] + ticks[4]
+    second = os.sysconf("SC_CLK_TCK")
+    return (all_ticks - idle) / second, all_ticks / second

@@ -76,14 +76,12 @@ def stragglers(runs: Runs, initial: float) -> str:
     """Returns the table of what slow learners cost, in medians over the seeds."""
     even = by_mode([(c, r) for c, r in runs if not c.slow])
     slowed = by_mode([(c, r) for c, r in runs if c.slow])
-    head = (
-        "mode|others' steps/s|with a slow one|lost|slow one's share|waited for a core"
-    )
+    head = "mode|others' steps/s|with a slow one|lost|slow one's share|cores busy"
     table = [[*head.split("|"), "held-out loss", "time to loss", "with a slow one"]]
     for mode, seeds in slowed.items():
         pairs = [(even[mode][s][1], r, c) for s, (c, r) in seeds.items()]
         rates = [(_others(a, c), _others(b, c)) for a, b, c in pairs]
-        waited = max(_contention(result) for pair in pairs for result in pair[:2])
+        busy = max(result.busy for pair in pairs for result in pair[:2])
         shares = [b.rates[-1] / _others(b, c) for _, b, c in pairs]
         table.append(
             [
@@ -92,7 +90,7 @@ def stragglers(runs: Runs, initial: float) -> str:
                 f"{statistics.median(b for _, b in rates):.2f}",
                 f"{100 * statistics.median(1 - b / a for a, b in rates):.1f} %",
                 f"{statistics.median(shares):.2f}",
-                f"{100 * waited:.0f} %",
+                f"{100 * busy:.0f} %",
                 f"{statistics.median(b.loss for _, b, _ in pairs):.4f}",
                 _time([a for a, _, _ in pairs], seeds, even, initial),
                 _time([b for _, b, _ in pairs], seeds, even, initial),
@@ -104,12 +102,6 @@ def stragglers(runs: Runs, initial: float) -> str:
 def _others(result: Result, case: Case) -> float:
     """Returns the steps a second of the learners that are not slow ones."""
     return statistics.mean(result.rates[: case.learners - case.slow])
-
-
-def _contention(result: Result) -> float:
-    """Returns how long learners with something to do had no core, as a share."""
-    cpu, delay = (sum(column) for column in list(zip(*result.usage, strict=True))[:2])
-    return delay / (cpu + delay)
 
 
 def _time(

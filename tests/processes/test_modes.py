@@ -60,8 +60,9 @@ def test_a_slow_learner_changes_the_speed_and_nothing_else(tmp_path):
     assert [point[0] for point in even["points"]] == [16 * STEPS // 2, 16 * STEPS]
     assert even["commits"] == STEPS // 8 and even["rounds"] == 2 * even["commits"]
     assert even["dropped"] == 0 and even["staleness"] == [0.0, 0]
-    allowed = [usage[2] for usage in slowed["usage"]]
+    allowed = slowed["allowed"]
     assert allowed[1] < 0.6 * allowed[0]
+    assert 0 < slowed["busy"] <= 1 and even["busy"] > 0
     assert "local-sgd" in (tmp_path / "drill-slow.txt").read_text()
     ElementTree.parse(tmp_path / "drill-slow.svg")
 
