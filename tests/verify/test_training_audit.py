@@ -154,3 +154,12 @@ def test_a_missing_commit_is_found(log, tmp_path):
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([lines[0], lines[2]]))
     assert "commit 2 is missing: 3 comes next" in audit_training(tmp_path).faults
+
+
+def test_a_training_of_an_older_version_is_refused(log, tmp_path, capsys):
+    """Its commits do not say which data they consumed."""
+    del log.commits[1][0]["blocks"]
+    log.write(tmp_path)
+    assert main(["ledger", "audit", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "commits.jsonl: commit 2 does not say on which blocks" in error

@@ -30,7 +30,6 @@ from ...sharding import MeshSpec
 from ...sharding.mesh import AXES
 from ..config import files as config_files
 from ..program.state import State
-from ..record import metrics
 from ..record.ledger import Ledger
 from ..record.run_folder import CONFIG_GIN
 from ..run.exchange_update import make_update
@@ -38,6 +37,7 @@ from ..run.exchanged import Exchanged
 from ..run.prepare import Prepared, prepare
 from ..run.reading import batches_of
 from ..run.train import Config
+from .training_audit import read_commits
 
 Key = tuple[int, int, int]  # learner, incarnation, round
 
@@ -97,7 +97,7 @@ class Verdict:
 def replay(run: Path, log: Callable[[str], None] = print) -> Verdict:
     """Recomputes a finished run; this process needs devices for the largest mesh."""
     spec, final = _read(run, "spec.json"), _read(run, "final.json")
-    commits = metrics.read(run / "commits.jsonl")
+    commits = read_commits(run)
     rounds = find_rounds(run, commits, Policy.from_json(spec["policy"]))
     replayer = Replayer(run, spec, rounds)
     norms = []

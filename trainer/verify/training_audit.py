@@ -75,7 +75,7 @@ class TrainingAudit:
 def audit_training(folder: Path) -> TrainingAudit:
     """Audits the folder of a training, as `meshloom serve` writes it."""
     spec = json.loads((folder / "spec.json").read_text())
-    commits = metrics.read(folder / COMMITS)
+    commits = read_commits(folder)
     data, num_learners = spec["data"], spec["num_learners"]
     rows = data["batch_size"] // num_learners
     faults = _other_versions(commits)
@@ -118,6 +118,19 @@ def audit_training(folder: Path) -> TrainingAudit:
         computed=len(recorded.steps),
         faults=[*faults, *recorded.faults],
     )
+
+
+def read_commits(folder: Path) -> list[dict[str, Any]]:
+    """Returns the commits of a training; refuses one of before data was leased."""
+    commits = metrics.read(folder / COMMITS)
+    for commit in commits:
+        if any("blocks" not in part for part in commit["contributions"]):
+            raise ValueError(
+                f"{folder / COMMITS}: commit {commit['version']} does not say on which "
+                "blocks of data its contributions were computed: an older version of "
+                "meshloom wrote it. Use the version that trained it."
+            )
+    return commits
 
 
 class _Recorded:
