@@ -16,7 +16,7 @@ from meshloom.service.coordinator.settings import Settings
 from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel, Server
 from meshloom.trainer.cli import main
-from meshloom.trainer.commands import serve_status
+from meshloom.trainer.commands import serve, serve_status
 
 TOKEN = "secret"
 
@@ -187,3 +187,20 @@ def test_a_live_table_is_renewed(service, job, monkeypatch):
     text = console.export_text()
     assert text.count("joined") == 2 and text.count("no answer now: gone") == 1
     assert threading.active_count() > 1
+
+
+def test_the_coordinators_lines_about_a_job_that_waited_for_its_servers():
+    """Then it has a state and nothing else."""
+    times = iter([0.0, 20.0, 40.0, 60.0])
+    lines = serve.StatusLines(lambda: next(times)).lines
+    assert lines({"a": {"state": "waiting for servers"}}) == []
+    running = {"state": "running", "version": 10, "learners": 2, "num_learners": 3}
+    running |= {"waiting": 1, "bytes": 4_000_000, "members": [{"age": 0.1}]}
+    assert lines({"a": running}) == [
+        "a: running, version 10, 0.5 rounds/s, learners 2/3 (1 waiting), 0.2 MB/s"
+    ]
+    # Nothing moves, but a lease is renewed.
+    assert lines({"a": running | {"members": [{"age": 0.2}]}}) == []
+    assert lines({"a": running | {"version": 11}}) == [
+        "a: running, version 11, 0.05 rounds/s, learners 2/3 (1 waiting), 0 MB/s"
+    ]

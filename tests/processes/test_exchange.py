@@ -190,6 +190,7 @@ def test_compressed_changes_replay_after_a_death(tmp_path):
     train += sets_of("exchange.wait=1.0")
     with real_fleet(tmp_path, train, flags=flags) as fleet:
         fleet.until_saved(1)
+        fleet.until(lambda: (1, 1) in fleet.who())
         fleet.kill("learner 1")
         assert fleet.status() == 0, fleet.text
     assert fleet.who() == {(0, 1), (1, 1), (1, 2)}

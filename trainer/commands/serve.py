@@ -337,6 +337,10 @@ def _make_server(
             time.sleep(WATCH_SECONDS)
 
 
+# What a status line shows of a job; one that waits for its servers has a state only.
+_COUNTS = ("version", "learners", "num_learners", "waiting", "bytes")
+
+
 class StatusLines:
     """One line about each job that moves, a few times a minute."""
 
@@ -348,23 +352,25 @@ class StatusLines:
         """Returns what is to be shown now."""
         now, found = self._clock(), []
         for name, status in jobs.items():
+            figures = {"state": status["state"]}
+            figures |= {count: status.get(count, 0) for count in _COUNTS}
             then, before = self._shown.get(name, (now, None))
             if before is None:
-                self._shown[name] = now, status
+                self._shown[name] = now, figures
             elif now - then >= STATUS_SECONDS:
-                self._shown[name] = now, status
-                if status != before:
-                    found.append(_status_line(name, before, status, now - then))
+                self._shown[name] = now, figures
+                if figures != before:
+                    found.append(_status_line(name, before, figures, now - then))
         return found
 
 
 def _status_line(name: str, before: dict, now: dict, seconds: float) -> str:
     rounds = (now["version"] - before["version"]) / seconds
-    moved = (now.get("bytes", 0) - before.get("bytes", 0)) / seconds
+    moved = (now["bytes"] - before["bytes"]) / seconds
     return (
         f"{name}: {now['state']}, version {now['version']}, {rounds:.2g} rounds/s, "
-        f"learners {now.get('learners', 0)}/{now.get('num_learners', 0)} "
-        f"({now.get('waiting', 0)} waiting), {moved / 1e6:.3g} MB/s"
+        f"learners {now['learners']}/{now['num_learners']} "
+        f"({now['waiting']} waiting), {moved / 1e6:.3g} MB/s"
     )
 
 
