@@ -67,6 +67,7 @@ def test_whoever_is_killed_comes_back(fleet):
     assert not fleet.restarts(0) and len(fleet.restarts(1)) == 1
 
     # With one of its servers the service loses its state, and starts as a whole.
+    fleet.until_service_saved(before)
     fleet.kill("server 1")
     fleet.until(lambda: (0, 2) in fleet.who())
     for name in SERVICE:

@@ -77,6 +77,15 @@ class RealFleet:
         folder = self.run / "learners" / str(learner) / "checkpoints"
         self.until(lambda: committed_steps(folder))
 
+    def until_service_saved(self, commit: int) -> None:
+        """Waits until the service has a checkpoint of this commit or a later one."""
+
+        def newest() -> int:
+            found = (self.run / "service").glob("[0-9]*/manifest.json")
+            return max((int(path.parent.name) for path in found), default=0)
+
+        self.until(lambda: newest() >= commit)
+
     def status(self) -> int:
         """Waits for the end; every process that was started has gone by then."""
         status = self.process.wait(SECONDS)
