@@ -27,13 +27,14 @@ from .commands import (
     rounds,
     serve,
     train,
+    tune,
 )
 from .record import failures
 
 # In the order of --help.
 COMMANDS = (
-    *(train, explain, config, data, plan, generate, report, ckpt, ledger, drill),
-    *(certify, doctor, launch, rounds, serve),
+    *(train, tune, explain, config, data, plan, generate, report, ckpt, ledger),
+    *(drill, certify, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141

@@ -24,6 +24,10 @@ FLAGS = {
     "train": CONFIG_FLAGS
     | {"--workdir", "--steps", "--cpu-devices", "--dry-run", "--insist"}
     | {"--exchange", "--learner"},
+    "tune": CONFIG_FLAGS
+    | {"--space", "--trials", "--parallel", "--workdir", "--steps", "--metric"}
+    | {"--maximize", "--sampler", "--pruner", "--seed", "--cpu-devices", "--launch"}
+    | {"--storage"},
     "explain": CONFIG_FLAGS | {"--json", "--against"},
     "config show": CONFIG_FLAGS,
     "config diff": {"A", "B"},
@@ -144,7 +148,7 @@ def test_wrong_arguments_are_named():
         command("train", "--steps", "many").stderr
     )
     stderr = command("trian").stderr
-    assert "invalid choice: 'trian' (choose from 'train', 'explain'" in stderr
+    assert "invalid choice: 'trian' (choose from 'train', 'tune'" in stderr
     assert "not allowed with argument --json" in (
         command("explain", "--json", "--against", "data=2").stderr
     )

@@ -192,6 +192,45 @@ def _statements(display: str, text: str) -> list[Any]:
     )
 
 
+def read_values(path: str) -> list[tuple[str, Any, str]]:
+    """Returns (name, value, file:line) of each binding of a file that is not a config.
+
+    References in values stay text; see `value_text`.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    found = []
+    for statement in _statements(path, text):
+        line = f"{path}:{statement.location.line_num}"
+        if not isinstance(statement, config_parser.BindingStatement):
+            raise ConfigError(
+                f"{line}: expected NAME = VALUE; imports and includes belong in the "
+                "config"
+            )
+        names = filter(None, (statement.selector, statement.arg_name))
+        scopes = filter(None, [statement.scope])
+        name = "/".join([*scopes, ".".join(names)])
+        found.append((name, statement.value, line))
+    return found
+
+
+def value_text(value: Any) -> str:
+    """Returns a value of `read_values` as text that --set accepts."""
+    if isinstance(value, config_modules.Written):
+        return f"@{value.name}" + "()" * value.call
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, tuple):
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(map(value_text, value))}{comma})"
+    if isinstance(value, dict):
+        items = (f"{key!r}: {value_text(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    return repr(value)
+
+
 def _parse_value(name: str, written: str, origin: str) -> Any:
     try:
         (binding,) = config_parser.ConfigParser(f"value = {written}", _Names())

@@ -1,0 +1,1 @@
+"""Searches for settings: many runs, each an ordinary run folder."""
