@@ -1,4 +1,4 @@
-"""A search with a stand-in for the training: what it starts, stops, records, repeats."""
+"""A search with a stand-in for the training: what it starts, stops and repeats."""
 
 import json
 import os
@@ -138,6 +138,29 @@ def wait(done, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+def end_after(command, folder: pathlib.Path, least: int, number: int) -> None:
+    """Ends a search while trials run and at least so many have ended."""
+    process = subprocess.Popen(command, start_new_session=True)
+
+    def is_moment() -> bool:
+        assert process.poll() is None
+        files = folder.glob("trials/*/eval.jsonl")
+        rows = [len(path.read_text().splitlines()) for path in files]
+        return rows.count(4) >= least and len(rows) > least
+
+    try:
+        wait(is_moment)
+        process.send_signal(number)
+        assert process.wait(30) == (-9 if number == signal.SIGKILL else 75)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    files = list(folder.glob("trials/*/starts"))
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    wait(lambda: not any(is_running(pid) for pid in pids))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_search_that_was_ended_loses_and_repeats_nothing(tmp_path, number):
     folder = tmp_path / "s"
@@ -146,27 +169,9 @@ def test_a_search_that_was_ended_loses_and_repeats_nothing(tmp_path, number):
         "s = t.tuning(pathlib.Path(sys.argv[2]), trials=8, steps=4, seconds=0.25);"
         "sys.exit(s.run())"
     )
-    for kill_at in (1, 4):  # trials that have ended
-        command = [sys.executable, "-c", script, str(FAKE.parent), str(folder)]
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            wait(lambda: (folder / "study.db").exists() or process.poll() is not None)
-
-            def ended(least: int = kill_at) -> bool:
-                assert process.poll() is None
-                done = [t for t in folder.glob("trials/*/eval.jsonl")]
-                rows = [len(path.read_text().splitlines()) for path in done]
-                return rows.count(4) >= least and len(rows) > least
-
-            wait(ended)
-            process.send_signal(number)
-            assert process.wait(30) == (-9 if number == signal.SIGKILL else 75)
-        finally:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-        files = list(folder.glob("trials/*/starts"))
-        pids = [int(p) for f in files for p in f.read_text().split()]
-        wait(lambda pids=pids: not any(is_running(pid) for pid in pids))
+    command = [sys.executable, "-c", script, str(FAKE.parent), str(folder)]
+    for least in (1, 4):
+        end_after(command, folder, least, number)
     search = tuning(folder, trials=8, steps=4)
     assert search.run() == 0
     trials = search.study().trials

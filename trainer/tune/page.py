@@ -125,7 +125,7 @@ def _setting(trial: dict[str, Any], name: str) -> str:
 def _result(trial: dict[str, Any]) -> str:
     if trial["value"] is not None:
         return short_number(trial["value"])
-    return _STATES.get(trial["state"], trial["state"])
+    return str(_STATES.get(trial["state"], trial["state"]))
 
 
 def _last_step(trial: dict[str, Any]) -> int:
