@@ -85,7 +85,7 @@ def find(path: str, pattern: str | None = None, *, what: str) -> list[Document]:
         empty = f" except {num_empty} empty files" if num_empty else ""
         raise ValueError(
             f"{what}: no file{empty} matches '{pattern}' in the folder '{root}'. Name "
-            "a folder that contains text files, or change the pattern."
+            "a folder that contains files, or change the pattern."
         )
     # Bytes sort the same on every machine, whatever its locale.
     return sorted(documents, key=lambda document: os.fsencode(document.name))

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import shuffle
 from .documents import Split
-from .sources import check_split
+from .splits import check_split
 
 
 class Arrays:
