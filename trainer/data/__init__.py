@@ -8,14 +8,18 @@ Rows of arrays and tables have no documents: `rows` makes examples of them, `tab
 says which belong to a split.
 
 Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.ArrayFiles`,
-`data.Csv`, `data.Synthetic` and `data.Digits`.
+`data.Csv`, `data.Parquet`, `data.HuggingFace`, `data.ImageFolder`,
+`data.Synthetic` and `data.Digits`.
 Importing this package does not import jax; `data.batches` does.
 """
 
 from .array_files import ArrayFiles as ArrayFiles
 from .array_files import Csv as Csv
+from .image_folder import ImageFolder as ImageFolder
 from .images import Arrays as Arrays
 from .images import Digits as Digits
+from .parquet import HuggingFace as HuggingFace
+from .parquet import Parquet as Parquet
 from .shuffle import Order as Order
 from .sources import ArrayRecords as ArrayRecords
 from .sources import Dataset as Dataset

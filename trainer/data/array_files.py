@@ -11,7 +11,8 @@ import numpy as np
 
 from .documents import Document, Split
 from .rows import ArrayTable, Table
-from .tables import TableFiles, some
+from .split_files import some
+from .tables import TableFiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -239,13 +239,14 @@ class Holdout:
             spans = [
                 Span(i, 0, int(lengths[i]))
                 for i, key in enumerate(keys)
-                if self._split_of(key) == split
+                if self.split_of(key) == split
             ]
         if not spans:
             raise ValueError(self._empty_message(len(keys), split, what))
         return spans
 
-    def _split_of(self, key: int) -> Split:
+    def split_of(self, key: int) -> Split:
+        """Returns the split that a hash belongs to."""
         if is_held_out(key, self.eval):
             return "eval"
         return "test" if is_held_out(key, self.eval + self.test) else "train"
