@@ -1,16 +1,25 @@
-"""Data: from text files to batches on the devices.
+"""Data: from files to batches on the devices.
 
 The path of a batch: `sources` opens a split, `documents` finds and splits its files,
 `packing` cuts their tokens into examples, `shuffle` orders the examples, and `batches`
 reads the rows of a step and places them on the devices.
 
-Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.Synthetic` and
-`data.Digits`.
+Rows of arrays and tables have no documents: `rows` makes examples of them, `tables`
+says which belong to a split.
+
+Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.ArrayFiles`,
+`data.Csv`, `data.Parquet`, `data.HuggingFace`, `data.ImageFolder`,
+`data.Synthetic` and `data.Digits`.
 Importing this package does not import jax; `data.batches` does.
 """
 
+from .array_files import ArrayFiles as ArrayFiles
+from .array_files import Csv as Csv
+from .image_folder import ImageFolder as ImageFolder
 from .images import Arrays as Arrays
 from .images import Digits as Digits
+from .parquet import HuggingFace as HuggingFace
+from .parquet import Parquet as Parquet
 from .shuffle import Order as Order
 from .sources import ArrayRecords as ArrayRecords
 from .sources import Dataset as Dataset

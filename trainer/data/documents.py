@@ -85,7 +85,7 @@ def find(path: str, pattern: str | None = None, *, what: str) -> list[Document]:
         empty = f" except {num_empty} empty files" if num_empty else ""
         raise ValueError(
             f"{what}: no file{empty} matches '{pattern}' in the folder '{root}'. Name "
-            "a folder that contains text files, or change the pattern."
+            "a folder that contains files, or change the pattern."
         )
     # Bytes sort the same on every machine, whatever its locale.
     return sorted(documents, key=lambda document: os.fsencode(document.name))
@@ -239,13 +239,14 @@ class Holdout:
             spans = [
                 Span(i, 0, int(lengths[i]))
                 for i, key in enumerate(keys)
-                if self._split_of(key) == split
+                if self.split_of(key) == split
             ]
         if not spans:
             raise ValueError(self._empty_message(len(keys), split, what))
         return spans
 
-    def _split_of(self, key: int) -> Split:
+    def split_of(self, key: int) -> Split:
+        """Returns the split that a hash belongs to."""
         if is_held_out(key, self.eval):
             return "eval"
         return "test" if is_held_out(key, self.eval + self.test) else "train"

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,8 @@ import numpy as np
 
 from . import shuffle
 from .documents import Split
-from .sources import check_split
+from .optional import library
+from .splits import check_split
 
 
 class Arrays:
@@ -87,17 +87,7 @@ class Digits:
 @functools.cache
 def _digits() -> tuple[np.ndarray, np.ndarray]:
     """Returns the images [N, 8, 8, 1] and their labels [N]."""
-    pixels, labels = _scikit_learn().load_digits(return_X_y=True)
+    sklearn = library("sklearn.datasets", what="Digits", extra="digits")
+    pixels, labels = sklearn.load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     return images, labels.astype(np.int32)
-
-
-def _scikit_learn() -> types.ModuleType:
-    try:
-        from sklearn import datasets  # an optional dependency, slow to import
-    except ImportError as error:
-        raise ValueError(
-            f"Digits: scikit-learn, which has the images, cannot be imported ({error})."
-            " Install it: pip install 'meshloom[digits]'"
-        ) from error
-    return datasets

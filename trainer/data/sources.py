@@ -6,14 +6,14 @@ A source is plain data; only `open` touches files. Nothing here imports jax.
 import dataclasses
 import hashlib
 import math
-import os
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 
 from . import corpus_files, documents, shuffle
-from .documents import DEFAULT_HOLDOUT, FileReader, Holdout, Span, Split
+from .documents import FileReader, Span, Split
 from .packing import PackedDataset
+from .splits import check_held_out, check_positive, check_split, holdout_of, without
 from .tokenizer import Bytes, Tokenizer
 
 
@@ -99,7 +99,8 @@ class Text:
     separate_documents: bool = False
 
     def __post_init__(self):
-        _check_text(self)
+        check_held_out(self)
+        check_positive(self, "length")
 
     def open(self, split: Split) -> PackedDataset:
         check_split(self, split)
@@ -108,12 +109,11 @@ class Text:
         if corpus:
             spans = [Span(i, 0, each.num_bytes) for i, each in enumerate(corpus)]
         else:
-            held_out = {_real_path(each) for each in own["eval"] + own["test"]}
             corpus = documents.find(self.path, self.pattern, what=what)
-            corpus = [each for each in corpus if _real_path(each) not in held_out]
+            corpus = without(corpus, own["eval"] + own["test"])
             sizes = np.array([each.num_bytes for each in corpus], np.int64)
             keys = [documents.split_key(each.name) for each in corpus]
-            spans = _holdout(self).select(keys, sizes, split, what)
+            spans = holdout_of(self).select(keys, sizes, split, what)
         selected = [corpus[span.document] for span in spans]
         return PackedDataset(
             np.array([len(span) for span in spans], np.int64),
@@ -160,7 +160,8 @@ class ArrayRecords:
     separate_documents: bool = False
 
     def __post_init__(self):
-        _check_text(self)
+        check_held_out(self)
+        check_positive(self, "length")
 
     def open(self, split: Split) -> PackedDataset:
         check_split(self, split)
@@ -175,7 +176,7 @@ class ArrayRecords:
             spans = [Span(i, 0, int(n)) for i, n in enumerate(tokens)]
         else:
             keys = corpus.index["key"].tolist()
-            spans = _holdout(self).select(keys, tokens, split, what)
+            spans = holdout_of(self).select(keys, tokens, split, what)
         sizes = corpus.index["bytes"]
         num_bytes = [sizes[s.document] * len(s) / tokens[s.document] for s in spans]
         return PackedDataset(
@@ -232,7 +233,7 @@ class Synthetic:
 
     def __post_init__(self):
         for name in ("vocab_size", "length", "num_examples", "num_eval_examples"):
-            _check_positive(self, name)
+            check_positive(self, name)
         if not 1 <= self.branches <= self.vocab_size:
             raise ValueError(
                 f"Synthetic: branches is {self.branches}; expected 1 to vocab_size "
@@ -300,55 +301,3 @@ class SyntheticDataset:
     def loss_units(self, loss: float) -> dict[str, float]:
         del loss
         return {}
-
-
-def _real_path(document: documents.Document) -> str:
-    return os.path.realpath(document.path)
-
-
-def _holdout(source: Text | ArrayRecords) -> Holdout:
-    """Returns what to hold out of `path`; 0 for a split that has its own path."""
-    default = 0.0 if source.eval_path else DEFAULT_HOLDOUT
-    fraction = default if source.holdout is None else source.holdout
-    return Holdout(fraction, source.test_holdout)
-
-
-def _check_text(source: Text | ArrayRecords) -> None:
-    name = type(source).__name__
-    if not source.path:
-        raise ValueError(f"{name}: path is empty; name a folder.")
-    _check_positive(source, "length")
-    fractions = {"holdout": source.holdout or 0.0, "test_holdout": source.test_holdout}
-    paths = {"holdout": "eval_path", "test_holdout": "test_path"}
-    for setting, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise ValueError(
-                f"{name}: {setting} is {fraction}; expected a fraction of the "
-                "documents, >= 0 and < 1."
-            )
-        if fraction and getattr(source, paths[setting]) is not None:
-            raise ValueError(
-                f"{name}: {setting}={fraction} has no effect with {paths[setting]}, "
-                "which already selects the documents. Remove one of them."
-            )
-    if sum(fractions.values()) >= 1:
-        raise ValueError(
-            f"{name}: holdout={source.holdout} and test_holdout={source.test_holdout} "
-            "leave nothing to train on; their sum must be < 1."
-        )
-
-
-def _check_positive(source: Any, name: str) -> None:
-    value = getattr(source, name)
-    if value < 1:
-        raise ValueError(
-            f"{type(source).__name__}: {name} is {value}; it must be >= 1."
-        )
-
-
-def check_split(source: Any, split: str) -> None:
-    if split not in get_args(Split):
-        raise ValueError(
-            f"{type(source).__name__}: no split '{split}'; expected 'train', 'eval' or "
-            "'test'."
-        )
