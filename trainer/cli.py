@@ -26,14 +26,15 @@ from .commands import (
     report,
     rounds,
     serve,
+    test,
     train,
 )
 from .record import failures
 
 # In the order of --help.
 COMMANDS = (
-    *(train, explain, config, data, plan, generate, report, ckpt, ledger, drill),
-    *(certify, doctor, launch, rounds, serve),
+    *(train, explain, config, data, plan, test, generate, report, ckpt, ledger),
+    *(drill, certify, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141
