@@ -26,6 +26,7 @@ from .commands import (
     report,
     rounds,
     serve,
+    test,
     train,
     tune,
 )
@@ -33,8 +34,8 @@ from .record import failures
 
 # In the order of --help.
 COMMANDS = (
-    *(train, tune, explain, config, data, plan, generate, report, ckpt, ledger),
-    *(drill, certify, doctor, launch, rounds, serve),
+    *(train, tune, explain, config, data, plan, test, generate, report, ckpt),
+    *(ledger, drill, certify, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141

@@ -37,6 +37,8 @@ FLAGS = {
     | {"--svg", "--json"},
     "generate": {"RUN", "--prompt", "--tokens", "--temperature", "--top-k"}
     | {"--seed", "--step", "--mesh"},
+    "test": {"RUN", "--split", "--step", "--mesh", "--set", "--no-overlap-check"}
+    | {"--output"},
     "report": {"RUN", "--output"},
     "ckpt ls": {"RUN"},
     "ckpt inspect": {"RUN", "--step"},

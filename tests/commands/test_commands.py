@@ -154,6 +154,55 @@ def test_generate_needs_a_run_folder(tmp_path, capsys):
         )
 
 
+def test_test(run, capsys, tmp_path):
+    argv = ("test", str(run), "--split", "eval", "--mesh", "data=1")
+    shown = output(capsys, *argv, "--step", "best").splitlines()
+    document = json.loads((run / "test" / "eval-8.json").read_text())
+    count = document["examples"]
+    assert shown[0] == f"{run}, step 8: held-out split, {count} examples"
+    metrics_shown = {line.split()[0] for line in shown[1:3]}
+    assert metrics_shown == {"loss", "bits"}
+    (last,) = [row for row in metrics.read(run / "eval.jsonl") if row["step"] == 8]
+    for name in ("loss", "bits_per_byte"):
+        low, high = document["metrics"][name]["interval"]
+        assert low < document["metrics"][name]["value"] < high
+        assert document["metrics"][name]["value"] == pytest.approx(last[name], rel=0.2)
+    assert "95% confidence intervals: bootstrap, 2,000 draws of" in shown[3]
+    assert re.search(r"None of its \d+ documents are among the \d+ of the", shown[4])
+    page = run / "test" / "eval-8.html"
+    assert shown[5:] == [str(page.with_suffix(".json")), str(page)]
+    assert "Bits per byte" in page.read_text()
+    mine = tmp_path / "mine.json"
+    older = output(capsys, *argv, "--step", "4", "--output", str(mine))
+    assert json.loads(mine.read_text())["step"] == 4
+    assert older.splitlines()[-1] == str(tmp_path / "mine.html")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "test_holdout=0.0 of 40 documents selects none. Set test_path to"),
+        (
+            ["--set", "model.num_layers=3"],
+            "--set model.num_layers: only the data may differ from the run's config, "
+            "because the checkpoint belongs to its model. Set data.NAME=VALUE.",
+        ),
+        (
+            ["--output", "none/there.json"],
+            "--output none/there.json: folder none does not exist; create it first",
+        ),
+        (["--output", "scores"], "--output scores: expected a name that ends with"),
+        (["--step", "last"], "--step 'last': expected newest, best or the number of a"),
+        (
+            ["--split", "eval", "--step", "5"],
+            "has no checkpoint of step 5; it has 4, 8.",
+        ),
+    ],
+)
+def test_test_refuses(run, capsys, flags, message):
+    assert message in refused(capsys, "test", str(run), *flags)
+
+
 def test_report(run, tmp_path, capsys):
     path = tmp_path / "mine.html"
     shown = output(capsys, "report", str(run), "--output", str(path))

@@ -35,8 +35,7 @@ def find(source: str, program: Program) -> Stored:
         stored = Stored.find(source)
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from error
-    weights = _only_weights(stored.manifest())
-    if lines := manifest.mismatches(weights, _target(program)):
+    if lines := misfits(stored, program):
         raise ValueError(
             f"init_from: the weights of checkpoint {stored.path} do not fit this "
             f"config, in {len(lines)} arrays. Use the model that they were saved with, "
@@ -52,16 +51,9 @@ def initialize(stored: Stored, program: Program, group: Group) -> tuple[State, s
     """
     layout, mesh = program.layout, program.mesh
     try:
-        # Before the digests: a process that gives up alone leaves the others waiting.
-        with group.all_or_none("init_from"):
-            parts = restore_part(stored.folder, stored.step, _target(program), group)
+        parts = read_weights(stored, program, group)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"init_from: {error}. Choose another.") from error
-    if paths := manifest.differences(stored.manifest(), parts):
-        raise CorruptCheckpoint(
-            f"init_from: checkpoint {stored.path} is not what was saved: the digests "
-            f"of {len(paths)} arrays differ, first {paths[0]}. Choose another."
-        )
     counts = " and ".join(
         f"{len(jax.tree.leaves(tree))} arrays of "
         + ("parameters" if name == "params" else name)
@@ -75,12 +67,32 @@ def initialize(stored: Stored, program: Program, group: Group) -> tuple[State, s
     return state, message
 
 
+def misfits(stored: Stored, program: Program) -> list[str]:
+    """Returns a line for each saved weight that is not one of the program's."""
+    arrays = stored.manifest()["arrays"].items()
+    weights = {path: x for path, x in arrays if path.split("/")[0] in PARTS}
+    return manifest.mismatches({"arrays": weights}, _target(program))
+
+
+def read_weights(stored: Stored, program: Program, group: Group) -> dict[str, Any]:
+    """Reads the weights into the program's shardings, and verifies their digests.
+
+    Every process must call this. Layers are in model order.
+
+    Raises:
+      CorruptCheckpoint: they are not what was saved.
+    """
+    # Before the digests: a process that gives up alone leaves the others waiting.
+    with group.all_or_none("weights"):
+        parts = restore_part(stored.folder, stored.step, _target(program), group)
+    if paths := manifest.differences(stored.manifest(), parts):
+        raise CorruptCheckpoint(
+            f"checkpoint {stored.path} is not what was saved: the digests of "
+            f"{len(paths)} arrays differ, first {paths[0]}"
+        )
+    return parts
+
+
 def _target(program: Program) -> dict[str, Any]:
     tree = program.abstract_state.to_tree()
     return {name: tree[name] for name in PARTS if name in tree}
-
-
-def _only_weights(saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns a manifest without the arrays that are not weights."""
-    arrays = saved["arrays"].items()
-    return {"arrays": {path: x for path, x in arrays if path.split("/")[0] in PARTS}}

@@ -38,33 +38,24 @@ def _generate(args: argparse.Namespace) -> None:
     from ..checkpoint import manager
     from ..config import files as config_files
     from ..program.computation import layout_of
-    from ..record import run_folder
-    from ..run import sampling
+    from ..record.run_folder import CONFIG_GIN
+    from ..run import sampling, trained
     from ..run.train import Config
 
     if args.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {args.tokens}")
-    folder = run_folder.RunFolder(args.run_folder)
-    text = folder.path / run_folder.CONFIG_GIN
-    steps = manager.committed_steps(folder.checkpoints)
-    if not text.exists() or not steps:
-        raise ValueError(
-            f"{folder.path} does not contain a trained model: expected "
-            f"{run_folder.CONFIG_GIN} and a checkpoint. Give the folder of a run that "
-            "has saved one."
-        )
-    step = steps[-1] if args.step is None else args.step
-    if step not in steps:
-        raise ValueError(
-            f"{folder.path} has no checkpoint of step {step}; it has "
-            f"{', '.join(map(str, steps))}. Pass one of these as --step, or omit it."
-        )
+    step = trained.NEWEST if args.step is None else str(args.step)
+    stored = trained.find(args.run_folder, step)
+    text = str(args.run_folder / CONFIG_GIN)
     use_compilation_cache()
-    config = config_files.load([str(text)], root=Config).config
+    config = config_files.load([text], root=Config).config
     mesh = MeshSpec.parse(args.mesh).make(jax.local_devices())
     layout, _ = layout_of(config, mesh)
     params = manager.restore_params(
-        folder.checkpoints, step, layout.abstract.params, layout.params.shardings(mesh)
+        stored.folder,
+        stored.step,
+        layout.abstract.params,
+        layout.params.shardings(mesh),
     )
     print(
         sampling.sample(

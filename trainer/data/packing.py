@@ -7,7 +7,7 @@ dropped.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,10 @@ class PackedDataset:
                 f"{self.num_tokens - 1}, or add data to the split."
             )
 
+    @property
+    def num_documents(self) -> int:
+        return len(self._offsets) - 1
+
     def __len__(self) -> int:
         return (self.num_tokens - 1) // self._length
 
@@ -107,10 +111,17 @@ class PackedDataset:
     def files(self) -> Mapping[str, str]:
         return self._files
 
+    def contents(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields a name for messages and the tokens of each document."""
+        names = list(self._files) if len(self._files) == self.num_documents else []
+        for i, length in enumerate(np.diff(self._offsets).tolist()):
+            name = names[i] if names else f"document {i}"
+            yield name, self._read(i, 0, length - 1)
+
     def describe(self) -> dict[str, Any]:
         covered = len(self) * self._length + 1
         return self._about | {
-            "documents": len(self._offsets) - 1,
+            "documents": self.num_documents,
             "bytes": self._num_bytes,
             "tokens": self.num_tokens,
             "length": self._length,

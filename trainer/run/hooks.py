@@ -1,8 +1,6 @@
 """The built-in hooks: recording, evaluation, checkpoints."""
 
-import collections
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +8,14 @@ from typing import Any
 import jax
 
 from ..checkpoint.manager import Checkpoints
-from ..data import Order
-from ..data.batches import Shardings, device_batches
+from ..data.batches import Shardings
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
 from ..program.state import State
 from ..program.step import WEIGHT
 from ..record.ledger import Ledger
 from ..record.metrics import Writer
 from ..record.progress import Progress
+from . import evaluating
 from .early_stop import NEVER, EarlyStop
 from .failed_steps import FailedSteps
 from .held_out import TITLES, HeldOut
@@ -68,10 +66,6 @@ class Recorder:
             self.failed_steps.update(row)
 
 
-# How many evaluation steps may be dispatched ahead of the devices.
-IN_FLIGHT = 4
-
-
 @dataclasses.dataclass
 class Evaluate:
     """Computes the mean loss and the model's other metrics over a held-out split.
@@ -92,14 +86,18 @@ class Evaluate:
     latest: tuple[int, float] | None = None
 
     def __call__(self, step: int, state: State) -> None:
-        sums = self._sums(state)
-        weight = sums.pop("weight")
-        penalty = sums.pop("penalty", 0.0)
-        loss = (sums.pop("loss") - penalty) / weight
+        rows = evaluating.batch_sums(
+            self.eval_fn,
+            state,
+            self.split.data,
+            batch_size=self.batch_size,
+            shardings=self.shardings,
+            num_batches=self.split.num_batches,
+        )
+        means = evaluating.means(evaluating.totals(rows), self.split.data)
+        loss = means["loss"]
         self.latest = (step, loss)
-        units = self.split.data.loss_units(loss)
-        others = {name: total / weight for name, total in sums.items()}
-        row = {"step": step, "loss": loss, **units, **others}
+        row = {"step": step, **means}
         for writer in self.writers:
             writer.write(self.split.name, [row])
         figures = [(k.replace("_", " "), v) for k, v in row.items() if k != "step"]
@@ -108,35 +106,6 @@ class Evaluate:
         if self.on_loss is not None:
             self.on_loss(step, loss)
         self.progress.rate.restart()
-
-    def _sums(self, state: State) -> dict[str, float]:
-        """Sums in double precision, so the number of batches does not matter."""
-        running: collections.deque[dict[str, jax.Array]] = collections.deque()
-        results: list[dict[str, float]] = []
-
-        def fetch(max_running: int) -> None:
-            while len(running) > max_running:
-                results.append(jax.device_get(running.popleft()))
-
-        data = self.split.data
-        with device_batches(
-            data,
-            Order(len(data), shuffle=False),
-            batch_size=self.batch_size,
-            shardings=self.shardings,
-            start=0,
-            stop=self.split.num_batches,
-            training=False,
-            num_examples=len(data),
-        ) as batches:
-            for batch in batches:
-                running.append(self.eval_fn(state, batch))
-                fetch(IN_FLIGHT)
-        fetch(0)
-        return {
-            name: math.fsum(float(result[name]) for result in results)
-            for name in results[0]
-        }
 
 
 LONG_STALL_SECONDS = 1.0  # longer stalls are printed

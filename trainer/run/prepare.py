@@ -224,7 +224,7 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
             config.exchange.local_optimizer(config.optimizer),
             mesh,
             settled.make_rules(),
-            _batch(first, rows),
+            batch_shapes(first, rows),
             learning_rate=config.schedule.make(config.num_steps),
             seed=config.seed,
             num_microbatches=settled.num_microbatches,
@@ -248,7 +248,7 @@ def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
     return Prepared(config, chosen, program, train_data, held_out)
 
 
-def _batch(example: Mapping[str, Any], batch_size: int) -> Batch:
+def batch_shapes(example: Mapping[str, Any], batch_size: int) -> Batch:
     """Returns the shapes of a global batch, given one example of the data."""
     batch = {
         name: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype)
