@@ -17,21 +17,29 @@ Make = Callable[[nnx.Rngs], Module]
 Params = dict[str, Any]
 
 
-def init(make: Make, key: jax.Array) -> Params:
-    """Returns the parameters of a new module. Call it under jit with out_shardings."""
-    return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
+Kind = type[nnx.Variable]
 
 
-def axes(make: Make) -> Params:
+def init(make: Make, key: jax.Array, kind: Kind = nnx.Param) -> Params:
+    """Returns the parameters of a new module. Call it under jit with out_shardings.
+
+    Args:
+      kind: which variables to return instead, such as nnx.BatchStat.
+    """
+    return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), kind))
+
+
+def axes(make: Make, kind: Kind = nnx.Param) -> Params:
     """Returns the logical axes of the parameters, in the same structure."""
-    return nnx.to_pure_dict(axes_of(nnx.state(_abstract(make), nnx.Param)))
+    return nnx.to_pure_dict(axes_of(nnx.state(_abstract(make), kind)))
 
 
-def bind(make: Make[Module], params: Params) -> Module:
-    """Returns the module with these parameters."""
-    graphdef, state = nnx.split(_abstract(make), nnx.Param)
+def bind(make: Make[Module], params: Params, variables: Params | None = None) -> Module:
+    """Returns the module with these parameters, and other variables if it has some."""
+    graphdef, state, others = nnx.split(_abstract(make), nnx.Param, ...)
     nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+    nnx.replace_by_pure_dict(others, variables or {})
+    return nnx.merge(graphdef, state, others)
 
 
 def stack(make: Make, num: int, rngs: nnx.Rngs) -> nnx.Module:
