@@ -16,6 +16,7 @@ from meshloom.trainer.data.batches import Batches
 from meshloom.trainer.data.shuffle import Order
 from meshloom.trainer.program.step import Gradients
 from meshloom.trainer.run import exchange
+from meshloom.trainer.run.error_feedback import residual_of
 from meshloom.trainer.run.exchange_update import make_update, update_spec
 from meshloom.trainer.run.exchanged import Exchanged
 from meshloom.trainer.run.prepare import prepare
@@ -154,3 +155,31 @@ def test_a_fragment_is_merged_with_its_share_and_nothing_else_changes():
             expected = 16 - (8 + 0.25 * 8) if fragment == 1 else 0.0
             np.testing.assert_array_equal(found[part.slices(box)], expected)
     assert seen == {0, 1}
+
+
+def test_only_what_is_exchanged_has_a_residual():
+    """On a sharded mesh, with a pipeline order of its own for neither side."""
+    base = learner(
+        tiny_config(),
+        **{"mode": "local-sgd", "local_steps": 4, "push": "topk:0.1"},
+        paths=("blocks/*",),
+    )
+    spec = dataclasses.replace(base.mesh, data=2, fsdp=2, tensor=2)
+    prepared = prepare(dataclasses.replace(base, mesh=spec), jax.devices()[:8])
+    exchanged = Exchanged(prepared, base.exchange)
+    state = prepared.layout.create(jax.random.key(0), prepared.mesh)
+    own = jax.tree.leaves(residual_of(state))
+    sent = exchanged.of(state.params)
+    assert 0 < len(own) == len(sent) < len(jax.tree.leaves(state.params))
+    residual = exchanged.residual(state)
+    assert {k: x.shape for k, x in residual.items()} == {
+        k: x.shape for k, x in sent.items()
+    }
+    assert not any(np.asarray(x).any() for x in residual.values())
+    changed = exchanged.put_residual(state, {k: x + k for k, x in residual.items()})
+    for leaf, x in exchanged.residual(changed).items():
+        np.testing.assert_array_equal(x, np.full(x.shape, leaf))
+        assert x.sharding.is_equivalent_to(sent[leaf].sharding, x.ndim)
+    assert any(not x.sharding.is_fully_replicated for x in residual.values())
+    same = jax.tree.map(lambda a, b: a is b, changed.params, state.params)
+    assert all(jax.tree.leaves(same))

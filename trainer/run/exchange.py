@@ -171,7 +171,7 @@ class Config:
         if self.sends_gradients:
             optimizer = optax.identity()
         if self.is_on and self.codec.share is not None:
-            return ErrorFeedback(optimizer)
+            return ErrorFeedback(optimizer, self.is_exchanged)
         return optimizer
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...service.learner.compression import placed_like
 from ..program.state import State
 from . import exchange as exchange_lib
-from .error_feedback import residual_of, with_residual
+from .error_feedback import filled, masked_like, residual_of, with_residual
 from .prepare import Prepared
 
 
@@ -40,14 +40,14 @@ class Exchanged:
     def residual(self, state: State) -> dict[int, jax.Array]:
         """Returns what was not sent yet; {} if everything is sent."""
         tree = residual_of(state)
-        return {} if tree is None else self.of(tree)
+        return {} if tree is None else self.of(filled(tree, state.params))
 
     def put_residual(self, state: State, arrays: Mapping[int, jax.Array]) -> State:
         """Returns the state with this residual, in the shardings of its own."""
         if not arrays:
             return state
         old = residual_of(state)
-        new = self._with(old, arrays)
+        new = masked_like(old, self._with(filled(old, state.params), arrays))
         return with_residual(
             state, jax.tree.map(lambda x, like: placed_like(x, like.sharding), new, old)
         )
