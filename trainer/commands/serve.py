@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
 from ...launch.stop_signals import StopSignals
+from ..job.fault_points import reached_of
 from . import serve_status
 from .devices import quiet_grpc
 from .flags import command
@@ -151,6 +152,7 @@ def _make_coordinator(args: argparse.Namespace, token, tls, log=None) -> "Coordi
         clock=lambda: time.monotonic() + offset,
         say=_say,
         log=log,
+        reached=reached_of(os.environ),
     )
 
 
@@ -328,6 +330,7 @@ def _make_server(
                 make_update=make_update,
                 token=token,
                 tls=tls,
+                reached=reached_of(os.environ),
             )
         except Unavailable as error:
             if time.monotonic() > deadline or (signals is not None and signals.told):
