@@ -17,6 +17,7 @@ from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel, Server
 from meshloom.trainer.cli import main
 from meshloom.trainer.commands import serve_status
+from meshloom.trainer.commands.serve import StatusLines
 
 TOKEN = "secret"
 
@@ -187,3 +188,17 @@ def test_a_live_table_is_renewed(service, job, monkeypatch):
     text = console.export_text()
     assert text.count("joined") == 2 and text.count("no answer now: gone") == 1
     assert threading.active_count() > 1
+
+
+def test_a_job_that_waits_for_servers_has_no_line():
+    """A coordinator that was restarted says so for a while, and goes on."""
+    now = iter([0.0, 20.0, 40.0, 60.0])
+    lines = StatusLines(lambda: next(now))
+    waiting = {"run": {"state": "waiting for servers"}}
+    running = {"run": {"state": "running", "version": 4}}
+    later = {"run": {"state": "running", "version": 8}}
+    assert lines.lines(waiting) == []
+    assert lines.lines(running) == []
+    assert lines.lines(waiting) == []
+    (line,) = lines.lines(later)
+    assert line.startswith("run: running, version 8, 0.1 rounds/s")

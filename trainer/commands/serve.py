@@ -351,6 +351,8 @@ class StatusLines:
         """Returns what is to be shown now."""
         now, found = self._clock(), []
         for name, status in jobs.items():
+            if "version" not in status:
+                continue  # it waits for servers
             then, before = self._shown.get(name, (now, None))
             if before is None:
                 self._shown[name] = now, status
