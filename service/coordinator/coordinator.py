@@ -45,6 +45,7 @@ class Coordinator:
       version: of this package; learners must have the same.
       connect: makes a server that can be called, from its name and address.
       log: of a coordinator that leads; by default the embedded one in the folder.
+      reached: see Surroundings.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Coordinator:
         clock: Callable[[], float],
         say: Callable[[str], None],
         log: Log | None = None,
+        reached: Callable[[str], None] = lambda point: None,
     ):
         self._folder = folder
         self._num_servers = num_servers
@@ -66,6 +68,7 @@ class Coordinator:
         self._connect = connect
         self._clock = clock
         self._say = say
+        self._reached = reached
         self._log = log or Log.embedded(folder / "coordinator.db")
         self._changed = threading.Condition()  # guards what follows
         self._servers: dict[str, Registered] = {}
@@ -331,6 +334,7 @@ class Coordinator:
             clock=self._clock,
             say=self._say,
             settings=self._settings,
+            reached=self._reached,
         )
         driver = Driver(Job(spec, group, around), self._on_failure)
         self._drivers[spec.job] = driver

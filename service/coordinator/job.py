@@ -295,7 +295,7 @@ class Job:
         entry = self._logged.pop(commit.version, None)
         if entry is None:
             entry = self._decide(commit, later)
-            self.around.log.append(self.spec.job, "commit", entry)
+            self.around.log_commit(self.spec.job, entry)
             self.servers.all("Apply", commits.apply_message(entry))
             self.files.write_commit(entry)
         else:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .log import Log
 
@@ -26,10 +27,22 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What a job is given: where it writes, and how it tells the time and the user."""
+    """What a job is given: where it writes, and how it tells the time and the user.
+
+    Attributes:
+      reached: called with "log" before a commit is written to the log, and with
+        "logged" after; a drill may kill this process there.
+    """
 
     folder: Path
     log: Log
     clock: Callable[[], float]
     say: Callable[[str], None]
     settings: Settings
+    reached: Callable[[str], None] = lambda point: None
+
+    def log_commit(self, job: str, entry: dict[str, Any]) -> None:
+        """Writes a commit to the log."""
+        self.reached("log")
+        self.log.append(job, "commit", entry)
+        self.reached("logged")

@@ -23,6 +23,8 @@ class Mover:
     Args:
       owners: the name of the server of each block.
       channels: of each server, by name.
+      reached: called with "push" before a contribution is sent to each server; a drill
+        may kill this process there.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class Mover:
         layout: Layout,
         owners: Mapping[int, str],
         channels: Mapping[str, Channel],
+        reached: Callable[[str], None] = lambda point: None,
     ):
         self._job, self._layout = job, layout
-        self._owners, self._channels = owners, channels
+        self._owners, self._channels, self._reached = owners, channels, reached
         self._threads = concurrent.futures.ThreadPoolExecutor(
             max(len(channels), 1), thread_name_prefix="mover"
         )
@@ -53,6 +56,7 @@ class Mover:
                 (p.block, p.slab, p.start, p.array) for p in parts[server]
             )  # made anew for every attempt
             channel = self._channels[server]
+            self._reached("push")
             return channel.push(self._job, learner, incarnation, round, sent)["bytes"]
 
         return self._at_all(send, parts)

@@ -40,10 +40,17 @@ class BlockServer:
       fence: refuses the orders of a coordinator that was deposed.
     """
 
-    def __init__(self, make_update: MakeUpdate = no_optimizers):
+    def __init__(
+        self,
+        make_update: MakeUpdate = no_optimizers,
+        reached: Callable[[str], None] = lambda point: None,
+    ):
         """Args:
         make_update: makes the updates that run a trainer's own optimizer.
+        reached: called with "apply" before a commit is applied; a drill may kill
+          this process there.
         """
+        self._reached = reached
         self._make_update = make_update
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[Mapping[str, Any], BlockStore]] = {}
@@ -127,6 +134,7 @@ class BlockServer:
     def apply(self, message: Message) -> Message:
         names = ("version", "scale", "step", "share", "keep", "drop")
         job, *rest = fields(message, "job", *names)
+        self._reached("apply")
         return self._store(job).apply(*rest)
 
     def digest(self, message: Message) -> Message:
@@ -235,14 +243,16 @@ class ServerProcess:
         make_update: MakeUpdate = no_optimizers,
         token: str | None = None,
         tls: Tls | None = None,
+        reached: Callable[[str], None] = lambda point: None,
     ):
         """Args:
         name: by which blocks are dealt to servers; its address by default. A server
           that keeps its name across restarts keeps its blocks.
         host: under which others reach this machine; that of `bind` by default.
         coordinator: address to register at; those of several with commas between.
+        reached: see BlockServer.
         """
-        self.blocks = BlockServer(make_update)
+        self.blocks = BlockServer(make_update, reached)
         self._server = Server(
             bind, self.blocks.methods, self.blocks.streams, token, tls
         )

@@ -16,7 +16,8 @@ from meshloom.service.coordinator.settings import Settings
 from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel, Server
 from meshloom.trainer.cli import main
-from meshloom.trainer.commands import serve, serve_status
+from meshloom.trainer.commands import serve_status
+from meshloom.trainer.commands.serve import StatusLines
 
 TOKEN = "secret"
 
@@ -189,17 +190,27 @@ def test_a_live_table_is_renewed(service, job, monkeypatch):
     assert threading.active_count() > 1
 
 
-def test_the_coordinators_lines_about_a_job_that_waited_for_its_servers():
-    """Then it has a state and nothing else."""
-    times = iter([0.0, 20.0, 40.0, 60.0])
-    lines = serve.StatusLines(lambda: next(times)).lines
-    assert lines({"a": {"state": "waiting for servers"}}) == []
+def test_a_job_that_waits_for_servers_has_no_line():
+    """A coordinator that was restarted says so for a while, and goes on."""
+    now = iter([0.0, 20.0, 40.0, 60.0])
+    lines = StatusLines(lambda: next(now))
+    waiting = {"run": {"state": "waiting for servers"}}
+    running = {"run": {"state": "running", "version": 4}}
+    later = {"run": {"state": "running", "version": 8}}
+    assert lines.lines(waiting) == []
+    assert lines.lines(running) == []
+    assert lines.lines(waiting) == []
+    (line,) = lines.lines(later)
+    assert line.startswith("run: running, version 8, 0.1 rounds/s")
+
+
+def test_a_line_is_shown_when_a_job_moves():
+    """Not when a lease is renewed."""
+    times = iter([0.0, 20.0, 40.0])
+    lines = StatusLines(lambda: next(times)).lines
     running = {"state": "running", "version": 10, "learners": 2, "num_learners": 3}
     running |= {"waiting": 1, "bytes": 4_000_000, "members": [{"age": 0.1}]}
-    assert lines({"a": running}) == [
-        "a: running, version 10, 0.5 rounds/s, learners 2/3 (1 waiting), 0.2 MB/s"
-    ]
-    # Nothing moves, but a lease is renewed.
+    assert lines({"a": running}) == []
     assert lines({"a": running | {"members": [{"age": 0.2}]}}) == []
     assert lines({"a": running | {"version": 11}}) == [
         "a: running, version 11, 0.05 rounds/s, learners 2/3 (1 waiting), 0 MB/s"

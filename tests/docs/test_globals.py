@@ -20,6 +20,7 @@ ALLOWED = {
     "trainer/plan/compile/compiled.py": {"os.environ"},
     "trainer/verify/certify.py": {"os.environ"},
     "trainer/verify/drill_job.py": {"os.environ"},
+    "trainer/verify/fleet_job.py": {"os.environ"},
     # Joining a job is a setting of the whole process, made once by the command line.
     "trainer/job/joining.py": {"jax.process_count", "jax.config.update"},
     # The default for library users, who may pass a Group of their own.

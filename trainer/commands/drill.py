@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from . import drill_fleet
 from .flags import command
 
 FAILED = 1  # exit status if the job did not recover from a fault
@@ -14,8 +15,8 @@ def add(commands) -> None:
         commands,
         "drill",
         _drill,
-        "inject faults into a job on this machine, and verify that it recovers "
-        "exactly; status 1 if it does not",
+        "inject faults into a job on this machine, or into learners and a service, and "
+        "verify that it recovers exactly; status 1 if it does not",
     )
     parser.add_argument(
         "--config", action="append", metavar="NAME_OR_FILE", help="default: drill"
@@ -37,8 +38,6 @@ def add(commands) -> None:
     for flag, default, what in (
         ("--processes", 2, "processes of the job"),
         ("--cpu-devices", 1, "devices of each process"),
-        ("--steps", 600, "steps of each run"),
-        ("--save-every", 25, "steps between checkpoints"),
         ("--soak", 0, "instead of the faults, this many kills at random times"),
         ("--seed", 0, "of these times"),
     ):
@@ -49,6 +48,7 @@ def add(commands) -> None:
             metavar="N",
             help=f"{what}; default: {default}",
         )
+    drill_fleet.add_flags(parser)
     parser.add_argument(
         "--every",
         type=float,
@@ -61,6 +61,8 @@ def add(commands) -> None:
 
 
 def _drill(args: argparse.Namespace) -> int:
+    if drill_fleet.is_given(args):
+        return drill_fleet.run(args)
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -78,15 +80,7 @@ def _drill(args: argparse.Namespace) -> int:
     specs = [_job_spec(args, mesh) for mesh in args.mesh]
     if args.soak and len(specs) > 1:
         raise ValueError(f"a soak takes one --mesh, got {len(specs)}: {args.mesh}")
-    if args.workdir.exists() and any(args.workdir.iterdir()):
-        raise ValueError(
-            f"{args.workdir} is not empty. Remove it, or choose another --workdir."
-        )
-    workdir = args.workdir.absolute()
-
-    def log(text: str) -> None:
-        print(text, flush=True)
-
+    workdir, log = drill_fleet.new_folder(args.workdir), drill_fleet.log
     if args.soak:
         found = soak.run(specs[0], workdir, args.soak, args.every, args.seed, log)
         print(found)
@@ -106,17 +100,18 @@ def _job_spec(args: argparse.Namespace, text: str):
     from ...sharding import MeshSpec
     from ..verify.drill_job import JobSpec
 
+    steps, save_every = args.steps or 600, args.save_every or 25
     mesh, at, count = text.partition("@")
     if at and not count.isdigit():
         raise ValueError(
             f"--mesh {text}: expected a number of processes after @, found {count!r}. "
             "Write it as fsdp=4@4."
         )
-    processes, least = int(count or args.processes), 4 * args.save_every
-    if processes < 2 or args.save_every < 1 or args.steps < least:
+    processes, least = int(count or args.processes), 4 * save_every
+    if processes < 2 or save_every < 1 or steps < least:
         raise ValueError(
             f"a drill needs at least 2 processes and {least} steps (four times "
-            f"--save-every), got {processes} and {args.steps}"
+            f"--save-every), got {processes} and {steps}"
         )
     if mesh:
         MeshSpec.parse(mesh).abstract(processes * args.cpu_devices)
@@ -129,6 +124,6 @@ def _job_spec(args: argparse.Namespace, text: str):
         mesh,
         processes=processes,
         cpu_devices=args.cpu_devices,
-        num_steps=args.steps,
-        save_every=args.save_every,
+        num_steps=steps,
+        save_every=save_every,
     )

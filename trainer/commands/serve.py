@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
 from ...launch.stop_signals import StopSignals
+from ..job.fault_points import reached_of
 from . import serve_status
 from .devices import quiet_grpc
 from .flags import command
@@ -151,6 +152,7 @@ def _make_coordinator(args: argparse.Namespace, token, tls, log=None) -> "Coordi
         clock=lambda: time.monotonic() + offset,
         say=_say,
         log=log,
+        reached=reached_of(os.environ),
     )
 
 
@@ -328,6 +330,7 @@ def _make_server(
                 make_update=make_update,
                 token=token,
                 tls=tls,
+                reached=reached_of(os.environ),
             )
         except Unavailable as error:
             if time.monotonic() > deadline or (signals is not None and signals.told):
@@ -337,7 +340,6 @@ def _make_server(
             time.sleep(WATCH_SECONDS)
 
 
-# What a status line shows of a job; one that waits for its servers has a state only.
 _COUNTS = ("version", "learners", "num_learners", "waiting", "bytes")
 
 
@@ -352,6 +354,8 @@ class StatusLines:
         """Returns what is to be shown now."""
         now, found = self._clock(), []
         for name, status in jobs.items():
+            if "version" not in status:
+                continue  # it waits for servers
             figures = {"state": status["state"]}
             figures |= {count: status.get(count, 0) for count in _COUNTS}
             then, before = self._shown.get(name, (now, None))

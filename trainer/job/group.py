@@ -15,7 +15,7 @@ from typing import Any
 from ...launch.exit_codes import Unreachable
 from ..record import failures
 from ..record.failures import CorruptCheckpoint, Unreadable
-from .fault_points import Hold, Point
+from .fault_points import Hold, Point, Traps
 from .store import JaxStore, Missing, Store
 
 # How long processes wait for each other where what they do in between is short.
@@ -57,7 +57,7 @@ class Group:
         *,
         name: str = "run",
         hosts: tuple[str, ...] = (),
-        hold: Hold | None = None,
+        hold: Hold | Traps | None = None,
     ):
         if not 0 <= index < size:
             raise ValueError(f"process {index} is not one of {size}, counted from 0")

@@ -4,7 +4,7 @@ import socket
 from collections.abc import MutableMapping
 
 from ...launch import gpus, process_env, rendezvous
-from .fault_points import Hold
+from . import fault_points
 from .group import Group
 from .store import JaxStore
 
@@ -28,7 +28,7 @@ def join(environ: MutableMapping[str, str]) -> Group:
     Returns:
       The group of the job's processes; a group of one if there is no job.
     """
-    hold = Hold.of_environment(environ)
+    hold = fault_points.of_environment(environ)
     place = process_env.find(environ)
     if place is None:
         return Group(hold=hold)

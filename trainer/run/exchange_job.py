@@ -84,7 +84,8 @@ def make_mover(
     layout: Layout,
     servers: Mapping[str, str],
     connect: Callable[[str], Channel],
+    reached: Callable[[str], None],
 ) -> Mover:
     """Connects to all servers, given their addresses by name."""
     channels = {name: connect(address) for name, address in servers.items()}
-    return Mover(job, layout, owners(layout, job, sorted(servers)), channels)
+    return Mover(job, layout, owners(layout, job, sorted(servers)), channels, reached)

@@ -110,7 +110,8 @@ class Learner:
             self._layout,
             self.policy,
             connect=lambda opened: make_mover(
-                self._config.job, self._layout, opened["servers"], connect
+                *(self._config.job, self._layout, opened["servers"], connect),
+                reached=lambda point: group.reached(point, self.step),  # type: ignore
             ),
             codec=self._config.codec,
             seed=config.seed,
@@ -212,10 +213,12 @@ class Learner:
         """Returns the step of this learner, given what Prepared.compile returns."""
 
         def gradient_step(state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+            self._group.reached("compute", self.step)
             return self._after_gradients(state, step_fn(state, batch))  # type: ignore
 
         def local_step(state: State, batch: Any) -> tuple[State, dict[str, Any]]:
             block = self.upcoming()[0]
+            self._group.reached("compute", self.step)
             state, metrics = step_fn(state, batch)
             state = self._after_local_step(state, metrics)
             return state, {**metrics, BLOCK: block}

@@ -136,10 +136,13 @@ def find_rounds(
     """Returns the rounds of each learner in the order in which it computed them.
 
     Most are in a commit. Those that were dropped count too, because they changed the
-    learner's own optimizer state; they are in its ledger.
+    learner's own optimizer state; they are in its ledger. Those that a restart of the
+    service took back do not: the learner joined again before them, with the state of a
+    checkpoint from before them.
     """
     bases: dict[Key, int] = {}
     leased: dict[Key, Sequence[Sequence[int]]] = {}  # ranges of blocks
+    recorded: dict[Key, Mapping[str, Any]] = {}
     joined: dict[tuple[int, int], Mapping[str, Any]] = {}
     for commit in commits:
         for part in commit["contributions"]:
@@ -152,8 +155,10 @@ def find_rounds(
             if row["event"] == "joined":
                 joined[row["learner"], row["incarnation"]] = row
             elif row["event"] == "round":
-                key = row["learner"], row["incarnation"], row["round"]
-                bases[key], leased[key] = row["base"], row["blocks"]
+                recorded[row["learner"], row["incarnation"], row["round"]] = row
+    for key, row in recorded.items():
+        if key in bases or not _was_taken_back(key, joined):
+            bases[key], leased[key] = row["base"], row["blocks"]
     found: dict[int, list[Round]] = {}
     for key in sorted(bases):
         learner, incarnation, number = key
@@ -164,6 +169,17 @@ def find_rounds(
         blocks, saved = from_ranges(leased[key]), start.get("optimizer_step")
         own.append(Round(key, bases[key], first, stop, blocks, saved))
     return found
+
+
+def _was_taken_back(
+    key: Key, joined: Mapping[tuple[int, int], Mapping[str, Any]]
+) -> bool:
+    """Returns whether a later incarnation of the learner has begun before a round."""
+    learner, incarnation, number = key
+    return any(
+        who == learner and later > incarnation and row["round"] <= number
+        for (who, later), row in joined.items()
+    )
 
 
 class Replayer:

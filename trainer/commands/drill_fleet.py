@@ -1,0 +1,124 @@
+"""`meshloom drill --learners N`: faults in a training between learners."""
+
+import argparse
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+FAILED = 1  # exit status if the training did not recover from a fault
+# The default config has blocks for several servers, and rounds that take their time
+# without a core, so that a fault finds a training that goes on.
+DEFAULT = (
+    *("--config", "drill", "--set", "exchange.block_bytes=4096"),
+    *("--set", "exchange.wait=0.5"),
+)
+STEPS, SAVE_EVERY = 200, 10
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a drill of learners, and those with another default there."""
+    parser.add_argument(
+        "--learners",
+        type=int,
+        metavar="N",
+        help="drill a training of N learners that exchange parameters through a "
+        "service instead of one job; see docs/service.md",
+    )
+    parser.add_argument(
+        "--servers", type=int, metavar="M", help="of that service; default: 2"
+    )
+    for flag, job, learners, what in (
+        ("--steps", 600, STEPS, "steps of each run"),
+        ("--save-every", 25, SAVE_EVERY, "steps, or commits, between checkpoints"),
+    ):
+        text = f"{what}; default: {job}, and {learners} with --learners"
+        parser.add_argument(flag, type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="with --learners: a start or a recovery that takes longer has failed; "
+        "default: %(default)g",
+    )
+
+
+def is_given(args: argparse.Namespace) -> bool:
+    """Returns whether learners are to be drilled; checks the flags of that."""
+    if args.learners is None:
+        if args.servers is not None:
+            raise ValueError("--servers needs --learners; add it, or leave both out")
+        return False
+    for name in ("learners", "servers", "steps", "save_every"):
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be >= 1, got {value}")
+    if args.processes != 2 or len(args.mesh) > 1 or "@" in args.mesh[0]:
+        raise ValueError(
+            "a drill of learners takes one --mesh, and learners of one process each: "
+            "leave out --processes, and @ in --mesh"
+        )
+    return True
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..verify import fleet_drill, fleet_soak
+    from ..verify.fleet_faults import FAULTS, KILLS
+    from ..verify.fleet_job import FleetSpec
+
+    if args.list:
+        print("\n".join(FAULTS))
+        return 0
+    names = check_names(args.faults or list(KILLS if args.soak else FAULTS), FAULTS)
+    train = list(DEFAULT)
+    if args.config:
+        train = [part for name in args.config for part in ("--config", name)]
+    train += [part for text in args.set for part in ("--set", text)]
+    train += ["--mesh", args.mesh[0]] if args.mesh[0] else []
+    spec = FleetSpec(
+        tuple(train),
+        learners=args.learners,
+        servers=args.servers or 2,
+        cpu_devices=args.cpu_devices,
+        num_steps=args.steps or STEPS,
+        save_every=args.save_every or SAVE_EVERY,
+        limit_seconds=args.limit_seconds,
+    )
+    workdir = new_folder(args.workdir)
+    if args.soak:
+        rng = random.Random(args.seed)
+        names = [rng.choice(names) for _ in range(args.soak)]
+    trainings = fleet_drill.run(
+        spec, workdir, names, log, every=args.every, seed=args.seed
+    )
+    if args.soak:
+        found = fleet_soak.summary(trainings, args.soak)
+        print(fleet_soak.describe(found))
+        fleet_drill.write(workdir / "soak.json", trainings, **found)
+    else:
+        fleet_drill.write(workdir / "drill.json", trainings)
+        print(fleet_drill.table(trainings))
+    return FAILED if fleet_drill.has_failed(trainings) else 0
+
+
+def check_names(names: list[str], faults: Mapping[str, object]) -> list[str]:
+    """Returns the names of faults, if all are known."""
+    if unknown := [name for name in names if name not in faults]:
+        raise ValueError(
+            f"{unknown[0]!r} is not a fault; meshloom drill --list lists them all, and "
+            "with --learners those of learners"
+        )
+    return names
+
+
+def new_folder(folder: Path) -> Path:
+    """Returns the absolute path of a folder that has nothing in it."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} is not empty. Remove it, or choose another --workdir."
+        )
+    return folder.absolute()
+
+
+def log(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,331 @@
+"""A training between learners that a drill starts, watches and injects faults into."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...launch.exit_codes import DONE, MEANINGS
+from ...launch.workers import GUARD
+from ..job.fault_points import TRAPS
+from ..record import metrics
+from .drill_job import POLL_SECONDS, Failed
+from .training_audit import COMMITS
+
+PROGRAM = (sys.executable, "-P", "-m", "meshloom.trainer.cli")
+# What is compiled for one process is there for the next, and for the replay.
+CACHED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+# Faults are injected while the furthest learner has done less than this share of its
+# rounds, so that who was hit can come back before the end.
+LAST_SHARE = 0.7
+
+
+class Ended(Failed):
+    """A training was done before it could recover from a fault."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetSpec:
+    """How to run the trainings of a drill.
+
+    Attributes:
+      train: the arguments of `meshloom train`, without --workdir.
+      learners, servers: how many there are.
+      cpu_devices: the number of CPU devices of each learner.
+      num_steps: the number of steps of each learner.
+      save_every: the number of commits between checkpoints of the service, and of steps
+        between those of a learner.
+      limit_seconds: how long anything may take before the drill has failed: a start, a
+        recovery, the rest of a training, a replay.
+    """
+
+    train: tuple[str, ...]
+    learners: int
+    servers: int
+    cpu_devices: int
+    num_steps: int
+    save_every: int
+    limit_seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.learners} learners, {self.servers} servers"
+
+    def argv(self, run: Path) -> list[str]:
+        """Returns the command line of a training."""
+        return [
+            *(*PROGRAM, "launch", "local", "--learners", str(self.learners)),
+            *("--servers", str(self.servers), "--cpu-devices", str(self.cpu_devices)),
+            *("--save-commits", str(self.save_every), "--max-restarts", "10"),
+            *("--", "train", *self.train, "--workdir", str(run)),
+            *("--steps", str(self.num_steps), "--set", f"save_every={self.save_every}"),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Where a training stood when a fault was injected.
+
+    Attributes:
+      time: of the fault (Unix time).
+      version: the newest one.
+      hit: learners that the fault has hit, with their incarnation then.
+      target: what was hit, for the log.
+    """
+
+    time: float
+    version: int
+    hit: Mapping[int, int]
+    target: str
+
+
+class Fleet:
+    """A running training.
+
+    Attributes:
+      run: its folder.
+    """
+
+    def __init__(
+        self, spec: FleetSpec, run: Path, process: subprocess.Popen, traps: Path
+    ):
+        self.spec, self.run, self._process, self._traps = spec, run, process, traps
+
+    # What it has written.
+
+    @property
+    def log(self) -> Path:
+        return self.run.parent / f"{self.run.name}.log"
+
+    def commits(self) -> list[dict[str, Any]]:
+        file = self.run / COMMITS
+        return metrics.read(file) if file.exists() else []
+
+    def events(self, learner: int | None = None) -> list[dict[str, Any]]:
+        """Returns the events of a supervisor: the fleet's, or that of one learner."""
+        folder = self.run if learner is None else self._home(learner)
+        file = folder / "logs" / "supervisor.jsonl"
+        return metrics.read(file) if file.exists() else []
+
+    def pid_of(self, role: str) -> int:
+        """Returns the newest process of a role; of "learner I" its first worker."""
+        events = self.events()
+        if role.startswith("learner"):
+            events = self.events(int(role.split()[1]))
+            role = ""
+        found = [
+            event["pids"][0]
+            for event in events
+            if event["event"] == "start" and event.get("name", "") == role
+        ]
+        if not found:
+            raise Failed(f"{role} was never started; see {self.log}")
+        return found[-1]
+
+    def role_of(self, pid: int) -> str:
+        for learner in range(self.spec.learners):
+            if pid in _pids(self.events(learner)):
+                return f"learner {learner}"
+        names = [e["name"] for e in self.events() if pid in e.get("pids", ())]
+        return names[-1]
+
+    def pids(self) -> list[int]:
+        """Returns every process that was started."""
+        learners = range(self.spec.learners)
+        events = [self.events(), *map(self.events, learners)]
+        return [pid for each in events for pid in _pids(each)]
+
+    def is_ending(self) -> bool:
+        """Whether it is too late for another fault."""
+        parts = [part for row in self.commits() for part in row["contributions"]]
+        steps: dict[int, int] = {}
+        for part in parts:
+            steps[part["learner"]] = steps.get(part["learner"], 0) + part["steps"]
+        return max(steps.values(), default=0) > LAST_SHARE * self.spec.num_steps
+
+    # Faults.
+
+    def mark(self, roles: Iterable[str]) -> Mark:
+        """Takes note of where the training stands, right before a fault."""
+        commits, roles = self.commits(), list(roles)
+        known = {
+            part["learner"]: part["incarnation"]
+            for row in commits
+            for part in row["contributions"]
+        }
+        learners = [int(r.split()[1]) for r in roles if r.startswith("learner")]
+        hit = {learner: known.get(learner, 0) for learner in learners}
+        newest = commits[-1]["version"] if commits else 0
+        return Mark(time.time(), newest, hit, ", ".join(roles))
+
+    def kill(self, *roles: str, pids: Sequence[int] = ()) -> Mark:
+        """Kills processes at once, each by the name of its role or by its id."""
+        pids = [*pids, *map(self.pid_of, roles)]
+        mark = self.mark([self.role_of(pid) for pid in pids])
+        for pid in pids:
+            self.send(pid, signal.SIGKILL)
+        return mark
+
+    def send(self, pid: int, number: int) -> None:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            raise Failed(
+                f"process {pid} ended before the fault; see {self.log}"
+            ) from None
+
+    def trap(self, point: str) -> int:
+        """Waits until a process reaches a point; returns its id. It stays there."""
+        asked = self._traps / point
+        asked.touch()
+        found: list[Path] = []
+
+        def is_held() -> bool:
+            found[:] = self._traps.glob(f"{point}.*")
+            return bool(found)
+
+        try:
+            self.wait(f"process at the point {point!r}", is_held)
+        finally:
+            asked.unlink(missing_ok=True)
+        held = found[0]
+        return int(held.suffix[1:])
+
+    def release(self) -> None:
+        """Lets go of whoever is still held."""
+        for held in self._traps.glob("*.*"):
+            held.unlink()
+
+    # Waiting.
+
+    def wait(self, what: str, done: Callable[[], Any]) -> None:
+        """Args:
+        what: what is waited for, for the error message.
+        """
+        deadline = time.monotonic() + self.spec.limit_seconds
+        while not done():
+            if (status := self._process.poll()) is not None and not done():
+                if status == DONE:
+                    raise Ended(f"the training was done before {what}; see {self.log}")
+                meaning = f" ({MEANINGS[status]})" if status in MEANINGS else ""
+                raise Failed(
+                    f"the training exited with status {status}{meaning} before {what}; "
+                    f"see {self.log}"
+                )
+            if time.monotonic() > deadline:
+                seconds = self.spec.limit_seconds
+                raise Failed(f"no {what} within {seconds:g} s; see {self.log}")
+            time.sleep(5 * POLL_SECONDS)
+
+    def wait_for_commits(self, number: int) -> None:
+        self.wait(f"commit {number}", lambda: len(self.commits()) >= number)
+
+    def recover(self, mark: Mark) -> tuple[float, float]:
+        """Waits until the training has recovered from a fault.
+
+        Returns:
+          The seconds from the fault to the next commit, and to the first version that
+          was not there before, with a contribution of each learner that was hit.
+        """
+        new: list[dict[str, Any]] = []
+
+        def next_commit() -> bool:
+            new[:] = [row for row in self.commits() if row["time"] > mark.time]
+            return bool(new)
+
+        def is_back() -> bool:
+            next_commit()
+            back = {
+                part["learner"]
+                for row in new
+                for part in row["contributions"]
+                if part["incarnation"] > mark.hit.get(part["learner"], 0)
+            }
+            return new[-1]["version"] > mark.version and set(mark.hit) <= back
+
+        self.wait(f"commit after the fault of {mark.target}", next_commit)
+        first = new[0]["time"]
+        self.wait(f"recovery of {mark.target}", is_back)
+        return first - mark.time, time.time() - mark.time
+
+    def finish(self) -> None:
+        """Waits until the training is done and all its processes are gone."""
+        try:
+            status = self._process.wait(self.spec.limit_seconds)
+        except subprocess.TimeoutExpired:
+            seconds = self.spec.limit_seconds
+            raise Failed(f"not done within {seconds:g} s; see {self.log}") from None
+        if status != DONE:
+            meaning = f" ({MEANINGS[status]})" if status in MEANINGS else ""
+            raise Failed(f"it exited with status {status}{meaning}; see {self.log}")
+        deadline = time.monotonic() + 10
+        while left := [pid for pid in self.pids() if _is_alive(pid)]:
+            if time.monotonic() > deadline:
+                raise Failed(f"it left processes {left} behind; see {self.log}")
+            time.sleep(POLL_SECONDS)
+
+    def _home(self, learner: int) -> Path:
+        return self.run / "learners" / str(learner)
+
+
+def _pids(events: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [pid for event in events for pid in event.get("pids", ())]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # the id of a process of somebody else by now
+        return False
+    return True
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Returns the variables of the processes that a drill starts."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("MESHLOOM_")}
+    return {"JAX_COMPILATION_CACHE_DIR": str(cache), **CACHED, **own}
+
+
+@contextlib.contextmanager
+def running(
+    spec: FleetSpec, run: Path, around: Sequence[str] = (), **more: str
+) -> Iterator[Fleet]:
+    """Starts a training, and kills it on exit if it is still running.
+
+    Args:
+      run: its folder, which is made.
+      around: a command that is given that of the training as arguments.
+      more: variables of its processes.
+    """
+    traps = run.parent / f"{run.name}.traps"
+    traps.mkdir(parents=True, exist_ok=True)
+    variables = {**environment(run.parent / "cache"), TRAPS: str(traps), **more}
+    with open(run.parent / f"{run.name}.log", "ab") as log:
+        process = subprocess.Popen(
+            # With the guard, the kernel ends the fleet if this process is killed.
+            [*GUARD, "worker", str(os.getpid()), *around, *spec.argv(run)],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    fleet = Fleet(spec, run, process, traps)
+    try:
+        yield fleet
+    finally:
+        # The heir of the fleet and the kernel end all that it has started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with contextlib.suppress(OSError):
+            fleet.release()
+            traps.rmdir()
