@@ -46,7 +46,8 @@ FLAGS = {
     "ckpt diff": {"RUN", "OTHER", "--step", "--other-step"},
     "ckpt export": {"RUN", "--step", "--output", "--all"},
     "ledger audit": {"RUN"},
-    "drill": {"--config", "--set", "--mesh", "--faults", "--list", "--processes"}
+    "drill": {"--learners", "--servers", "--limit-seconds"}
+    | {"--config", "--set", "--mesh", "--faults", "--list", "--processes"}
     | {"--cpu-devices", "--steps", "--save-every", "--soak", "--seed", "--every"}
     | {"--workdir"},
     "certify": {"--config", "--set", "--meshes", "--run", "--steps", "--save-at"}

@@ -48,6 +48,7 @@ def tuning(folder, space=LOSSES, *, steps=3, seconds=0.0, log=None, **changes):
             *(sys.executable, "-I", "-S", str(FAKE), str(folder)),
             *(settings["loss"], str(steps), str(seconds)),
         ],
+        env=dict(os.environ),
         log=log or (lambda line: None),
         **{"trials": 4, "parallel": 2, **own},
     )
@@ -224,6 +225,13 @@ def test_two_searches_in_one_folder_and_bad_storage(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written"):
         tuning(tmp_path / "file" / "s").run()
+
+
+def test_trials_share_the_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshloom.launch.gpus.num_installed", lambda: 4)
+    search = tuning(tmp_path, parallel=2)
+    assert search.env_of(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "CUDA_VISIBLE_DEVICES" not in tuning(tmp_path, parallel=1).env_of(0)
 
 
 def test_the_page_and_the_document(tmp_path):

@@ -1,6 +1,7 @@
 """The command `meshloom tune`."""
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -114,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         trials=args.trials,
         parallel=args.parallel,
         command=lambda folder, settings: _command(args, folder, settings),
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         storage=args.storage,
         log=lambda line: print(line, flush=True),
     )

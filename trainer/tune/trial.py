@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -168,8 +167,3 @@ class Running:
 def describe(trial: optuna.Trial) -> str:
     settings = trial.user_attrs[SETTINGS]
     return ", ".join(f"{name}={text}" for name, text in settings.items())
-
-
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a trial's processes."""
-    return {**os.environ, "PYTHONUNBUFFERED": "1", **extra}

@@ -9,7 +9,7 @@ import dataclasses
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import optuna
@@ -31,7 +31,7 @@ from .study import (
     open_study,
     running,
 )
-from .trial import GRACE_SECONDS, End, Running, describe, environment
+from .trial import GRACE_SECONDS, End, Running, describe
 
 DATABASE, BEST = "study.db", "best.gin"
 # A search ends if so many trials fail before one succeeds.
@@ -49,6 +49,7 @@ class Tuning:
       trials: how many trials to have at the end, with those of earlier searches.
       parallel: how many run at the same time.
       command: returns the command that trains in a run folder with given settings.
+      env: the environment of the trials, without their share of the GPUs.
       log: receives one line of progress at a time.
     """
 
@@ -58,6 +59,7 @@ class Tuning:
     trials: int
     parallel: int
     command: Callable[[Path, dict[str, str]], Sequence[str]]
+    env: Mapping[str, str]
     storage: str | None = None
     log: Callable[[str], None] = print
 
@@ -87,6 +89,11 @@ class Tuning:
     def study(self) -> optuna.Study:
         storage = self.storage or f"sqlite:///{(self.folder / DATABASE).absolute()}"
         return open_study(storage, self.definition)
+
+    def env_of(self, slot: int) -> dict[str, str]:
+        """Returns the environment of a trial that is one of several at a time."""
+        share = gpus.share(self.env, gpus.num_installed(), slot, self.parallel)
+        return {**self.env, **({} if share is None else {gpus.VARIABLE: share})}
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -157,7 +164,7 @@ class _Search:
             known.intermediate_values,
             folder,
             tuning.command(folder, trial.user_attrs[SETTINGS]),
-            environment(_share(slot, tuning.parallel)),
+            tuning.env_of(slot),
             metric=tuning.definition.metric,
             heir=self._heir,
         )
@@ -217,9 +224,3 @@ class _Search:
 
 def trial_folder(folder: Path, number: int) -> Path:
     return folder / "trials" / f"{number:04d}"
-
-
-def _share(slot: int, parallel: int) -> dict[str, str]:
-    """Returns the variable that gives a trial its share of the GPUs, if there are."""
-    share = gpus.share(os.environ, gpus.num_installed(), slot, parallel)
-    return {} if share is None else {gpus.VARIABLE: share}
