@@ -1,8 +1,9 @@
 """Python values as JSON, and back: for what is kept of an engine and of its job.
 
 A list stays a list. Everything else that JSON does not have is an object with one
-field, which names its type: {"tuple": [...]}, {"dict": [[key, value], ...]}, or the
-name of a dataclass with its fields. Nothing is ever executed, unlike with pickle.
+field, which names its type: {"tuple": [...]}, {"dict": [[key, value], ...]},
+{"float": "nan"}, or the name of a dataclass with its fields. Nothing is ever executed,
+unlike with pickle.
 
 Long lists of numbers, such as those of all commits, are written as runs of numbers with
 the same distance: {"runs": [[first, distance, count], ...]}.
@@ -10,6 +11,7 @@ the same distance: {"runs": [[first, distance, count], ...]}.
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +25,8 @@ def encode(value: Any, classes: Classes) -> Any:
     Args:
       classes: the dataclasses that may occur, by name.
     """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if dataclasses.is_dataclass(value) and type(value).__name__ in classes:
@@ -46,7 +50,7 @@ def encode(value: Any, classes: Classes) -> Any:
 
 
 def decode(data: Any, classes: Classes) -> Any:
-    """Returns the value that `encode` was given; raises ValueError for anything else."""
+    """Returns the value that `encode` was given; a ValueError for anything else."""
     if isinstance(data, list):
         return [decode(item, classes) for item in data]
     if not isinstance(data, dict):
@@ -61,6 +65,8 @@ def decode(data: Any, classes: Classes) -> Any:
     if kind == "deque":
         maxlen, items = body
         return collections.deque(decode(items, classes), maxlen)
+    if kind == "float":
+        return float(body)
     if kind not in ("dict", "Counter", "tuple", "set"):
         raise ValueError(f"{kind!r} is of no known type")
     items = decode(body, classes)
@@ -70,7 +76,9 @@ def decode(data: Any, classes: Classes) -> Any:
     return tuple(items) if kind == "tuple" else set(items)
 
 
-def get_fields(target: object, names: Iterable[str], classes: Classes) -> dict[str, Any]:
+def get_fields(
+    target: object, names: Iterable[str], classes: Classes
+) -> dict[str, Any]:
     """Returns attributes of an object, encoded."""
     return {name: encode(getattr(target, name), classes) for name in names}
 
@@ -79,24 +87,23 @@ def set_fields(
     target: object, data: Mapping[str, Any], names: Iterable[str], classes: Classes
 ) -> None:
     """Sets the attributes that `get_fields` returned; refuses others."""
-    if wrong := set(names) ^ set(data):
-        raise ValueError(
-            f"{type(target).__name__}: {sorted(wrong)} are missing or unknown. Was this "
-            "written by another version of meshloom?"
-        )
+    _check(type(target), set(names), data)
     for name, value in data.items():
         setattr(target, name, decode(value, classes))
 
 
 def _dataclass(cls: type, body: Mapping[str, Any], classes: Classes) -> Any:
     assert dataclasses.is_dataclass(cls), cls
-    names = {field.name for field in dataclasses.fields(cls)}
-    if wrong := names ^ set(body):
+    _check(cls, {field.name for field in dataclasses.fields(cls)}, body)
+    return cls(**{name: decode(value, classes) for name, value in body.items()})
+
+
+def _check(cls: type, names: set[str], data: Mapping[str, Any]) -> None:
+    if wrong := names ^ set(data):
         raise ValueError(
             f"{cls.__name__}: {sorted(wrong)} are missing or unknown. Was this written "
             "by another version of meshloom?"
         )
-    return cls(**{name: decode(value, classes) for name, value in body.items()})
 
 
 def _runs(numbers: list[int]) -> list[list[int]]:

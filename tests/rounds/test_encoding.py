@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -22,6 +23,7 @@ CLASSES = {"Point": Point}
 VALUES = [
     *(None, True, 3, 0.1, "é", [1, "2", [3]], (1, (2,)), {3, 1}, {}),
     {1: "a", (2, 3): [4]},
+    [float("inf"), -float("inf")],
     {"tuple": [1]},  # looks like an encoded one
     collections.deque([1.5, 2.5], maxlen=3),
     collections.Counter([5, 5, 7]),
@@ -45,6 +47,11 @@ def test_values_come_back_with_their_types(value):
 def test_long_lists_of_numbers_are_short(numbers, size):
     text = json.dumps(encode(numbers, {}))
     assert len(text) < size and decode(json.loads(text), {}) == numbers
+
+
+def test_a_number_that_is_none_comes_back_too():
+    found = decode(json.loads(json.dumps(encode(math.nan, {}), allow_nan=False)), {})
+    assert math.isnan(found)
 
 
 def test_irregular_lists_come_back_too():

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leased_data import LeasedData
+from replaying import replay
 
-from meshloom.service.rounds import events, snapshot
+from meshloom.service.rounds import events
 from meshloom.service.rounds.engine import Engine
 from meshloom.service.rounds.events import (
     Commit,
@@ -228,24 +229,6 @@ class World:
             assert part.learner in self.live or not part.is_reused
         else:
             assert age == 0 and part.round == commit.version
-
-
-def replay(world: World, cut: int | None = None) -> list:
-    """Returns the decisions of a new engine for the events of a world.
-
-    Args:
-      cut: the number of events after which another engine goes on from a snapshot.
-    """
-    facts = world.policy, world.num_learners, world.num_rounds
-    engine, decisions = Engine(*facts), []
-    for number, event in enumerate(world.events):
-        if number == cut:
-            taken = json.dumps(snapshot.take(engine), allow_nan=False)
-            engine = Engine(*facts)
-            snapshot.put_back(engine, json.loads(taken))
-        line = json.dumps(event.to_json())
-        decisions.append(engine.handle(events.from_json(json.loads(line))))
-    return decisions
 
 
 SGD = Outer(learning_rate=1.0)
