@@ -1,49 +1,121 @@
-"""Removes from the servers what nobody will commit: pieces of learners that are dead.
+"""Removes what nobody needs any more, every now and then and when it is asked for.
 
-What a learner had sent in whole is dropped with the commit after. A learner that is
-killed while it sends leaves pieces of which the coordinator was never told: the servers
-are asked what they have, every now and then.
+- Pieces that learners left on the servers. What a learner had sent in whole is dropped
+  with the commit after; of one that was killed while it sent, the coordinator was never
+  told, so the servers are asked what they have.
+- Entries of the log from before the oldest checkpoint that is kept (snapshots.py).
+- The blocks of a job that is done, once no learner is there. They are in its newest
+  checkpoint, from which they are loaded again for a learner that returns.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..wire.errors import Refused
 from .commits import Key
+from .history import make_history
 from .job import Job
+from .restoring import usable
+from .snapshots import snapshot_of
 
 CLEAN_SECONDS = 60.0
 
 
 class Cleaner:
-    """Cleans up after the learners of one job; called by the job's thread."""
+    """Cleans up after one job; called by the job's thread."""
 
     def __init__(self, job: Job):
         self._job = job
         self._due = job.now() + CLEAN_SECONDS
+        self._compacted: int | None = None  # the newest checkpoint at that time
 
     def clean_if_due(self) -> None:
         """Removes what is left over, at most once a minute, and says what."""
+        if self._job.now() >= self._due:
+            self._clean(dry_run=False)
+
+    def clean(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Removes what is left over now; with `dry_run` it only says what."""
+        return {"found": self._clean(dry_run=bool(message.get("dry_run")))}
+
+    def _clean(self, dry_run: bool) -> list[str]:
+        """Returns a line about each kind of thing that there was to remove."""
+        job, found = self._job, []
+        if not dry_run:
+            self._due = job.now() + CLEAN_SECONDS
+        if not job.is_initialized:
+            return found
+        for clean in (self._staged, self._log, self._blocks):
+            try:
+                line = clean(dry_run)
+            except Refused as error:
+                line = f"not everything was removed: {error}"
+            if line is not None:
+                found.append(line)
+                if not dry_run:
+                    job.around.say(f"{job.spec.job}: {line}")
+        return found
+
+    def _staged(self, dry_run: bool) -> str | None:
         job = self._job
-        if job.now() < self._due or not job.is_initialized:
-            return
-        self._due = job.now() + CLEAN_SECONDS
+        if not job.is_held:
+            return None
         keys = left_over(job, job.servers.all("Status", {}))
         if not keys:
-            return
+            return None
         # All rounds: a learner that was only paused may still send pieces.
         dead = sorted({key[:2] for key in keys})
-        message = {"contributions": [[*owner, None] for owner in dead]}
-        try:
-            answers = job.servers.all("Drop", message)
-        except Refused as error:
-            job.around.say(f"{job.spec.job}: staged contributions not removed: {error}")
-            return
-        nbytes = sum(answer["bytes"] for answer in answers)
         who = ", ".join(f"{n} (incarnation {i})" for n, i in dead)
-        job.around.say(
-            f"{job.spec.job}: removed {len(keys)} staged contributions ({nbytes} "
-            f"bytes) of learners that left: {who}"
+        what, of = f"{len(keys)} staged contributions", "of learners that left"
+        if dry_run:
+            return f"would remove {what} {of}: {who}"
+        message = {"contributions": [[*owner, None] for owner in dead]}
+        answers = job.servers.all("Drop", message)
+        nbytes = sum(answer["bytes"] for answer in answers)
+        return f"removed {what} ({nbytes} bytes) {of}: {who}"
+
+    def _log(self, dry_run: bool) -> str | None:
+        job = self._job
+        if self._compacted == job.saved:
+            return None
+        self._compacted = None if dry_run else job.saved
+        log, name = job.around.log, job.spec.job
+        history = make_history(log.read(name))
+        kept = usable(job, history)[: job.around.settings.keep_checkpoints]
+        done = 0 if history.snapshot is None else history.snapshot["version"]
+        if not kept or kept[-1].version <= done:
+            return None
+        snapshot = snapshot_of(job, history, kept[-1])
+        if snapshot is None:
+            return None
+        count, nbytes = log.size(name, snapshot.seq)
+        what = (
+            f"{count} entries ({nbytes} bytes) of the log: version {kept[-1].version}"
         )
+        what += ", the oldest checkpoint, has what they led to"
+        if dry_run:
+            return f"would remove {what}"
+        job.files.make_durable(history)
+        try:
+            log.compact(name, snapshot)
+        except ValueError as error:  # an etcd takes no snapshot of this size
+            return f"the log stays as it is: {error}"
+        return f"removed {what}"
+
+    def _blocks(self, dry_run: bool) -> str | None:
+        job = self._job
+        is_over = job.is_finished and not len(job.members)
+        if not is_over or not job.is_held or job.saved != job.engine.version:
+            return None
+        held = job.servers.all("Status", {})
+        blocks, nbytes = (sum(part[x] for part in held) for x in ("blocks", "bytes"))
+        what = f"{blocks} blocks ({nbytes} bytes) from the memory of servers: the job "
+        what += f"is done, and its parameters are in {job.checkpoints.folder}"
+        if dry_run:
+            return f"would remove {what}/{job.saved}"
+        job.servers.all("Forget", {})
+        job.is_held = False
+        return f"removed {what}/{job.saved}"
 
 
 def left_over(job: Job, answers: list[dict[str, Any]]) -> set[Key]:

@@ -26,6 +26,7 @@ Message = dict[str, Any]
 
 # A learner waits for the answer to a call at least this long.
 ANSWER_SECONDS = 15.0
+CLEAN_SECONDS = 120.0  # one job may be cleaned for so long
 POLL_SECONDS = 20.0  # at most, of a learner that waits for its turn
 
 
@@ -89,6 +90,7 @@ class Coordinator:
             "Leave": lambda m: self._ask("leave", m),
             "Report": lambda m: self._ask("report", m),
             "Save": lambda m: self._ask("save_now", m),
+            "Clean": self.clean,
             "Status": self.status,
         }
         self.methods = {name: self._leading(call) for name, call in methods.items()}
@@ -182,6 +184,21 @@ class Coordinator:
             "num_servers": self._num_servers,
             "servers": sorted(servers, key=lambda server: server["name"]),
             "jobs": {**known, **jobs},
+        }
+
+    def clean(self, message: Message) -> Message:
+        """Removes what nobody needs any more, of one job or of all; says what."""
+        if "job" in message:
+            self._driver(message)
+        self._await(lambda: not self._waiting, "servers")
+        with self._changed:
+            drivers = dict(self._drivers)
+        wanted = {n: d for n, d in drivers.items() if message.get("job", n) == n}
+        return {
+            "jobs": {
+                name: driver.ask("clean", message, CLEAN_SECONDS)
+                for name, driver in wanted.items()
+            }
         }
 
     def _leading(

@@ -31,6 +31,7 @@ EXPECTED = (
 _LOG = logging.getLogger(__name__)
 METHODS = (
     *("describe", "join", "contribute", "leave", "initialize", "report", "save_now"),
+    "clean",
 )
 
 
@@ -45,13 +46,17 @@ class Request:
     )
 
 
-def cycle(job: Job, requests: list[Request]) -> None:
+def cycle(job: Job, cleaner: Cleaner, requests: list[Request]) -> None:
     """Handles requests that arrived together, and what the time brings."""
     answers: list[tuple[Request, dict[str, Any]]] = []
     for request in requests:
-        assert request.method in METHODS, request.method
+        method = request.method
+        assert method in METHODS, method
         try:
-            answers.append((request, getattr(job, request.method)(request.message)))
+            if method == "join" and not job.is_held:
+                restoring.load_again(job)
+            handler = cleaner if method == "clean" else job
+            answers.append((request, getattr(handler, method)(request.message)))
         except Refused as error:
             request.answer.set_exception(error)
     job.poll()
@@ -59,6 +64,7 @@ def cycle(job: Job, requests: list[Request]) -> None:
     for request, answer in answers:
         request.answer.set_result(answer)
     job.advance(events)
+    cleaner.clean_if_due()
 
 
 class Driver:
@@ -125,8 +131,7 @@ class Driver:
                 self.status = watched.status()
                 taken = self._take()
                 pending = [request for request in taken if request is not None]
-                cycle(self.job, pending)
-                cleaner.clean_if_due()
+                cycle(self.job, cleaner, pending)
                 if len(pending) < len(taken):
                     return
         except Exception as error:

@@ -12,13 +12,14 @@ Kinds of entries:
 | rollback | the servers restarted from the checkpoint of `version`: what came after |
 | | entry `cut` is abandoned |
 | finished | the job is done, and its final parameters are saved |
+| snapshot | what the entries before it amount to, which were removed (snapshots.py) |
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .log import Entry
+from .log import SNAPSHOT, Entry
 
 # What a rollback abandons. The others are facts that stay true.
 TAKEN_BACK = ("event", "evaluation", "commit", "finished")
@@ -29,6 +30,8 @@ class History:
     """What the log of a job amounts to.
 
     Attributes:
+      snapshot: the body of the one that the log begins with, if it was compacted. All
+        but `spec`, `servers`, `cuts` and `incarnations` is about what came after it.
       entries: events, evaluations, commits and rollbacks that count, in order.
       commits: the commits that count, by version.
       evaluations: the rows of the evaluations that count, oldest first.
@@ -41,6 +44,7 @@ class History:
     servers: tuple[str, ...]
     is_initialized: bool
     is_finished: bool
+    snapshot: Mapping[str, Any] | None
     entries: tuple[Entry, ...]
     commits: dict[int, dict[str, Any]]
     evaluations: tuple[dict[str, Any], ...]
@@ -51,7 +55,8 @@ class History:
     @property
     def version(self) -> int:
         """The newest version that the log knows."""
-        return max(self.commits, default=0)
+        before = 0 if self.snapshot is None else self.snapshot["version"]
+        return max(self.commits, default=before)
 
 
 def make_history(entries: Iterable[Entry]) -> History:
@@ -62,19 +67,24 @@ def make_history(entries: Iterable[Entry]) -> History:
     specs = [entry.body for entry in counting if entry.kind == "spec"]
     kept = ("event", "evaluation", "commit", "rollback")
     steps = [e for e in counting if e.kind in kept]
-    commits, cuts, event = {}, {0: 0}, 0
+    taken = next((entry for entry in entries if entry.kind == SNAPSHOT), None)
+    snapshot = None if taken is None else taken.body
+    event = 0 if taken is None else taken.seq
+    version = 0 if snapshot is None else snapshot["version"]
+    commits, cuts = {}, {version: event}
     for entry in steps:
         if entry.kind == "event":
             event = entry.seq
-        elif entry.kind == "commit":
+        elif entry.kind == "commit" and entry.body["version"] > version:
             commits[entry.body["version"]] = entry.body
             cuts[entry.body["version"]] = entry.body["event"]
     assert all(cut <= event for cut in cuts.values()), (cuts, event)
     return History(
         spec=specs[0]["spec"] if specs else None,
-        servers=tuple(specs[-1]["servers"]) if specs else (),
-        is_initialized="initialized" in kinds,
+        servers=_servers(entries),
+        is_initialized=bool({"initialized", SNAPSHOT} & kinds),
         is_finished="finished" in kinds,
+        snapshot=snapshot,
         entries=tuple(steps),
         commits=commits,
         evaluations=tuple(e.body for e in steps if e.kind == "evaluation"),
@@ -106,9 +116,17 @@ def _is_abandoned(entry: Entry, cut: int, version: int) -> bool:
     return entry.kind in TAKEN_BACK and entry.seq > cut
 
 
+def _servers(entries: list[Entry]) -> tuple[str, ...]:
+    """Returns the names of the servers, as the newest entry has them."""
+    named = [e.body["servers"] for e in entries if e.kind in ("spec", SNAPSHOT)]
+    return tuple(named[-1]) if named else ()
+
+
 def _incarnations(entries: list[Entry]) -> dict[int, int]:
     highest: dict[int, int] = {}
     for entry in entries:
+        if entry.kind == SNAPSHOT:
+            highest |= {learner: n for learner, n in entry.body["incarnations"]}
         event = entry.body.get("event", {}) if entry.kind == "event" else {}
         if "incarnation" in event:
             learner = event["learner"]

@@ -28,7 +28,7 @@ from ..rounds.events import (
 from ..rounds.leases import MAX_FAILURES
 from ..wire.errors import Refused
 from . import commits, evaluations, requests
-from .board import Board, Place
+from .board import Board, Place, versions_read
 from .checkpoints import Checkpoint, Checkpoints
 from .commits import Key, Received
 from .evaluations import Evaluations
@@ -54,7 +54,8 @@ class Job:
         # Absolute, since servers elsewhere are told this path too.
         folder = around.folder.absolute() / "service"
         self.checkpoints = Checkpoints(folder, around.log.check)
-        self.num_bytes = 0  # moved by learners since this process started
+        self.num_bytes = 0  # of all contributions in the log
+        self.is_held = True  # by the servers, which need not hold a finished job
         self.reset(make_history(around.log.read(spec.job)))
 
     def reset(self, history: History) -> None:
@@ -313,9 +314,7 @@ class Job:
         entry = commits.make_entry(
             commit, merged, self._received, self.spec, now=self.now()
         )
-        # Whoever is done reads the version at which it was, before it leaves.
-        reading = ("go", "done")
-        in_use = {p.version for p in self._places.values() if p.state in reading}
+        in_use = versions_read(self._places.values())
         in_use |= {info.base for info in self._received.values()}
         wanted = self.engine.kept | later
         return {

@@ -3,10 +3,11 @@
 If every server still has the newest version of the log, or the one before, nothing is
 lost: the log is replayed and the last commit is applied again. Otherwise all servers
 load the newest checkpoint that they can, and the log gets an entry that abandons what
-came after it.
+came after it. A finished job is loaded once a learner returns to it, and not before.
 """
 
 from ..wire.errors import Refused
+from . import snapshots
 from .checkpoints import Checkpoint
 from .history import History, make_history
 from .job import Job
@@ -24,8 +25,25 @@ def start(job: Job) -> None:
             _take_up(job, history)
         except Refused as error:
             _roll_back(job, str(error))
+    elif history.is_finished and _has_newest(job, history):
+        job.is_held = False
+        _take_up(job, history)
     else:
         _roll_back(job, "the servers do not have its newest version")
+
+
+def load_again(job: Job) -> None:
+    """Loads the blocks of a finished job, for a learner that returns to it."""
+    history, version = _read(job), job.engine.version
+    if list(history.servers) == job.servers.names:
+        try:
+            _load(job, version)
+        except Refused as error:
+            _roll_back(job, f"version {version} cannot be loaded: {error}")
+    else:
+        _roll_back(job, f"other servers than {', '.join(history.servers)} are here")
+    job.is_held = True
+    job.around.say(f"{job.spec.job}: loaded again, for a learner that has returned")
 
 
 def _read(job: Job) -> History:
@@ -46,8 +64,12 @@ def _is_held(job: Job, history: History) -> bool:
 
 def _take_up(job: Job, history: History) -> None:
     job.reset(history)
-    job.saved = max((c.version for c in _usable(job, history)), default=-1)
-    job.files.restore(history.commits, history.evaluations, history.abandoned)
+    if history.snapshot is not None:
+        snapshots.put_back(job, history.snapshot)
+    if not job.is_held:
+        job._newest_logged = -1  # its commit is not applied once more
+    job.saved = max((c.version for c in usable(job, history)), default=-1)
+    job.files.restore(history)
     job.replay(history)
 
 
@@ -57,7 +79,7 @@ def _roll_back(job: Job, reason: str) -> None:
     say(f"{spec.job}: {reason}; looking for its newest checkpoint")
     for fault in job.checkpoints.find()[1]:
         say(f"{spec.job}: not usable as a checkpoint: {fault}")
-    for checkpoint in _usable(job, history):
+    for checkpoint in usable(job, history):
         version = checkpoint.version
         # In the log first: a kill during the load must not leave servers at a version
         # that the log would take for the one before its newest.
@@ -66,9 +88,7 @@ def _roll_back(job: Job, reason: str) -> None:
         servers = {"spec": spec.message, "servers": job.servers.names}
         job.around.log.append(spec.job, "spec", servers)
         try:
-            job.servers.create(spec.message)
-            message = {"folder": str(checkpoint.folder), "version": version}
-            job.servers.all("Load", message)
+            _load(job, version)
         except Refused as error:
             say(f"{spec.job}: version {version} cannot be loaded: {error}")
             continue
@@ -82,7 +102,19 @@ def _roll_back(job: Job, reason: str) -> None:
     )
 
 
-def _usable(job: Job, history: History) -> list[Checkpoint]:
+def _load(job: Job, version: int) -> None:
+    """Makes all servers load a checkpoint."""
+    job.servers.create(job.spec.message)
+    folder = job.checkpoints.folder / str(version)
+    job.servers.all("Load", {"folder": str(folder), "version": version})
+
+
+def _has_newest(job: Job, history: History) -> bool:
+    """Returns whether there is a checkpoint of the newest version."""
+    return any(c.version == history.version for c in usable(job, history))
+
+
+def usable(job: Job, history: History) -> list[Checkpoint]:
     """Returns complete checkpoints of this history and model, newest first."""
     return [
         checkpoint

@@ -9,16 +9,19 @@
              service/VERSION/ checkpoints of the servers
 
 All of them follow from the log, so a row that a killed process did not write, or wrote
-half, is written again. JSON has no NaN and no infinity: they are the strings "NaN",
+half, is written again; rows whose entries were removed from the log are left as they
+are. JSON has no NaN and no infinity: they are the strings "NaN",
 "Infinity" and "-Infinity", as in the metrics of any run.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from .history import History
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -54,6 +57,12 @@ class RowFile:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(row))
 
+    def sync(self) -> None:
+        """Waits until all rows are on disk."""
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+
     def read(self) -> list[dict[str, Any]]:
         """Returns the complete rows; what follows the last newline is not one."""
         if not self.path.exists():
@@ -62,11 +71,24 @@ class RowFile:
             lines = [line for line in file if line.endswith(b"\n")]
         return [json.loads(line) for line in lines]
 
-    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Makes the file contain exactly these rows."""
-        text = "".join(map(_line, rows))
-        if not self.path.exists() or self.path.read_bytes() != text.encode():
-            _replace(self.path, text)
+    def restore(self, rows: Iterable[Mapping[str, Any]], kept: int = 0) -> None:
+        """Makes the file contain exactly these rows, after some that it has.
+
+        Args:
+          kept: the number of rows that come before; they are nowhere else.
+        """
+        found = self.path.read_bytes() if self.path.exists() else b""
+        lines = found.split(b"\n", kept)
+        if len(lines) <= kept:
+            raise ValueError(
+                f"{self.path} has {len(lines) - 1} rows, expected at least {kept}, "
+                "which are not in the log any more. Restore the file from a copy, or "
+                "start the job under another name."
+            )
+        text = found[: len(found) - len(lines[-1])]
+        text += "".join(map(_line, rows)).encode()
+        if not self.path.exists() or found != text:
+            _replace(self.path, text.decode())
 
 
 class RunFiles:
@@ -93,20 +115,24 @@ class RunFiles:
         self.commits.append(commit_row(entry))
         self.metrics.append(entry["metrics"])
 
-    def restore(
-        self,
-        commits: Mapping[int, Mapping[str, Any]],
-        evaluations: Sequence[Mapping[str, Any]],
-        abandoned: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Makes the files agree with the log."""
+    def restore(self, history: History) -> None:
+        """Makes the files agree with the log, and with what it had before."""
         self._check()
+        kept = history.snapshot or {"version": 0, "evaluations": 0, "abandoned": 0}
+        commits = history.commits
         entries = [commits[version] for version in sorted(commits)]
-        self.commits.restore(map(commit_row, entries))
-        self.metrics.restore(entry["metrics"] for entry in entries)
-        self.eval.restore(evaluations)
-        if abandoned:
-            self._abandoned.restore(map(commit_row, abandoned))
+        self.commits.restore(map(commit_row, entries), kept["version"])
+        self.metrics.restore((e["metrics"] for e in entries), kept["version"])
+        self.eval.restore(history.evaluations, kept["evaluations"])
+        if history.abandoned or kept["abandoned"]:
+            rows = map(commit_row, history.abandoned)
+            self._abandoned.restore(rows, kept["abandoned"])
+
+    def make_durable(self, history: History) -> None:
+        """Makes sure that the files have all of the log, and are on disk."""
+        self.restore(history)
+        for file in (self.commits, self.metrics, self.eval, self._abandoned):
+            file.sync()
 
     def write_final(
         self, version: int, digests: Mapping[str, str], stopped: str | None

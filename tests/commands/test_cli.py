@@ -59,6 +59,8 @@ FLAGS = {
     "rounds replay": {"RUN", "--cpu-devices"},
     "serve status": {"ADDRESS[/JOB]", "--watch", "--json", "--token-file", "--tls-ca"}
     | {"--tls-cert", "--tls-key"},
+    "serve clean": {"ADDRESS[/JOB]", "--dry-run", "--token-file", "--tls-ca"}
+    | {"--tls-cert", "--tls-key"},
     "serve": {"--bind", "--folder", "--role", "--coordinator", "--servers", "--once"}
     | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"}
     | {"--store", "--metrics", "ACTION"},

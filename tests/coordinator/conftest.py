@@ -11,6 +11,7 @@ from job_specs import job_spec
 
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.coordinator import driver, restoring
+from meshloom.service.coordinator.cleaning import Cleaner
 from meshloom.service.coordinator.coordinator import Coordinator
 from meshloom.service.coordinator.job import Job
 from meshloom.service.coordinator.log import Log
@@ -84,7 +85,22 @@ class FakeServer:
             assert repr(before) == repr(value), "another value for the same piece"
 
     def status(self, message):
-        return {"version": self.of(message)["version"]}
+        state = self.of(message)
+        staged = [list(key) for key in state["staged"]]
+        about = {"staged": staged, "blocks": 1, "bytes": 64}
+        return {"version": state["version"], **about}
+
+    def drop(self, message):
+        staged = self.of(message)["staged"]
+        gone = [tuple(owner[:2]) for owner in message["contributions"]]
+        old = [key for key in staged if key[:2] in gone]
+        for key in old:
+            del staged[key]
+        return {"bytes": 10 * len(old)}
+
+    def forget(self, message):
+        self.jobs.pop(message["job"], None)
+        return {}
 
     def merge(self, message):
         state = self.of(message)
@@ -151,6 +167,15 @@ class FatalLog(Log):
         # No power is lost here, and waiting for the disk is most of the time.
         store._connection.execute("PRAGMA synchronous = OFF")
 
+    def _write(self, changes):
+        kinds = [type(change).__name__ for change in changes]
+        is_compacting = "Delete" in kinds or changes[0].key.startswith("snapshots/")
+        if not is_compacting:  # `append_all` has points of its own
+            return super()._write(changes)
+        self.fate.point(f"before {kinds[0]} of the log")
+        super()._write(changes)
+        self.fate.point(f"after {kinds[0]} of the log")
+
     def append_all(self, job, entries):
         entries = list(entries)
         kinds = "+".join(kind for kind, _ in entries)
@@ -172,7 +197,9 @@ class House:
 
     def __init__(self, folder: pathlib.Path, num_servers: int = 2, **changes):
         self.folder = folder
-        self.settings = Settings(save_every=changes.pop("save_every", 2))
+        facts = {"save_every": 2, "keep_checkpoints": 3}
+        facts = {name: changes.pop(name, value) for name, value in facts.items()}
+        self.settings = Settings(**facts)
         self.message = spec_message(**changes)
         self.spec = parse_spec(self.message, VERSION)
         self.fate = Fate()
@@ -200,6 +227,7 @@ class House:
         )
         self.job = Job(self.spec, group, around)
         restoring.start(self.job)
+        self.cleaner = Cleaner(self.job)
         return self.job
 
     def stop(self) -> None:
@@ -211,14 +239,14 @@ class House:
     def ask(self, method: str, **message) -> dict[str, Any]:
         assert self.job is not None
         request = driver.Request(method, message)
-        driver.cycle(self.job, [request])
+        driver.cycle(self.job, self.cleaner, [request])
         return request.answer.result(timeout=0)
 
     def pass_time(self, seconds: int) -> None:
         """Lets time pass while the thread of the job looks at the leases."""
         for _ in range(seconds):
             self.time += 1.0
-            driver.cycle(self.job, [])
+            driver.cycle(self.job, self.cleaner, [])
 
     def next(self, learner: int, incarnation: int, after: int) -> dict[str, Any]:
         assert self.job is not None

@@ -8,7 +8,7 @@ else away, starts anew, and compares the end with that of a run without a kill.
 import json
 
 import pytest
-from mortal_jobs import Learner, play_to_the_end
+from mortal_jobs import Learner, load_if_done, play_to_the_end
 
 from meshloom.service.coordinator.history import make_history
 
@@ -24,6 +24,7 @@ def run(make_house, killed, name, fatal, *, lose_servers=False, **changes):
 
 
 def outcome(house) -> tuple:
+    load_if_done(house)
     values = [server.jobs["run"]["versions"][ROUNDS] for server in house.servers]
     folder = house.folder / "run"
     final = json.loads((folder / "final.json").read_text())
@@ -89,8 +90,11 @@ def test_a_finished_job_still_has_its_parameters_after_a_restart(make_house, kil
     house, _ = start_with_checkpoints(make_house, killed)
     before = (house.folder / "run" / "final.json").read_text()
     job = house.start()
-    assert house.servers[0].jobs["run"]["version"] == ROUNDS
     assert job.is_finished and house.next(0, 1, 0)["state"] == "done"
+    assert not house.servers[0].jobs  # nobody needs them
+    house.ask("join", learner=0, owner="me0")
+    assert house.servers[0].jobs["run"]["version"] == ROUNDS
+    assert house.next(0, 2, 0)["version"] == ROUNDS
     assert (house.folder / "run" / "final.json").read_text() == before
 
 
@@ -124,6 +128,9 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
     spoil, message = DAMAGES[damage]
     spoil(folder / "4")
     job = house.start()
+    if damage == "damaged":  # it is not loaded before a learner returns
+        assert job.is_finished
+        house.ask("join", learner=0, owner="me0")
     assert job.engine.version == 2 and not job.is_finished
     assert any(re.search(message, line) for line in house.said), house.said
     assert any("continues from version 2; 2 commits abandoned" in x for x in house.said)
@@ -164,5 +171,7 @@ def test_other_servers_take_over_a_checkpoint(make_house, killed):
     manifest["files"]["another.json"] = manifest["files"].pop("s0.json")
     (folder / "4" / "manifest.json").write_text(json.dumps(manifest))
     job = house.start()
+    house.ask("join", learner=0, owner="me0")
     assert job.engine.version == ROUNDS
+    assert [s.jobs["run"]["version"] for s in house.servers] == [ROUNDS] * 2
     assert make_history(house.log.read("run")).servers == ("another", "s1")

@@ -4,8 +4,8 @@ import sqlite3
 
 import pytest
 
-from meshloom.service.coordinator.log import Log
-from meshloom.service.store.store import Delete, Deposed
+from meshloom.service.coordinator.log import Entry, Log
+from meshloom.service.store.store import Delete, Deposed, Put
 
 # What version 0.1.0 wrote before the log was in a store.
 OLD_SCHEMA = """
@@ -73,6 +73,72 @@ def test_what_was_appended_is_on_disk_before_the_log_is_closed(path):
     reader.close()
     pragma = log._store._connection.execute("PRAGMA synchronous")  # type: ignore
     assert pragma.fetchone() == (2,)  # FULL
+    log.close()
+
+
+def snapshot(seq: int, **body) -> Entry:
+    return Entry(seq, "snapshot", body)
+
+
+def read(log: Log, job: str = "a") -> list[tuple]:
+    return [(e.seq, e.kind, e.body.get("x")) for e in log.read(job)]
+
+
+def test_a_snapshot_takes_the_place_of_what_came_before_it(path):
+    log = Log.embedded(path)
+    log.append("a", "spec", {"x": "s"})
+    log.append_all("a", [("event", {"x": 1}), ("event", {"x": 2})])
+    log.append("b", "event", {"x": 3})
+    log.append_all("a", [("event", {"x": 4}), ("event", {"x": 5})])  # 5 and 6
+    log.append("a", "event", {"x": 6})
+    assert log.size("a", 5) == (2, len('[["event", {"x": 1}], ["event", {"x": 2}]]'))
+    assert log.compact("a", snapshot(5, x="at 5")) == (2, 42)
+    left = [(1, "spec", "s"), (5, "snapshot", "at 5"), (6, "event", 5), (7, "event", 6)]
+    assert read(log) == left and read(log, "b") == [(4, "event", 3)]
+    assert log.size("a", 5) == (0, 0)
+    log.close()
+    log = Log.embedded(path)
+    assert read(log) == left
+    assert log.compact("a", snapshot(7, x="at 7"))[0] == 3
+    assert read(log) == [(1, "spec", "s"), (7, "snapshot", "at 7")]
+    assert log.append("a", "event", {"x": 8}) == 8
+    log.close()
+
+
+def test_the_number_of_a_snapshot_is_not_given_again(path):
+    log = Log.embedded(path)
+    log.append("a", "spec", {})
+    log.append("a", "event", {"x": 1})
+    log.compact("a", snapshot(2, x="at 2"))
+    log.close()
+    log = Log.embedded(path)
+    assert log.append("a", "event", {"x": 3}) == 3
+    assert read(log)[1:] == [(2, "snapshot", "at 2"), (3, "event", 3)]
+    log.close()
+
+
+def test_what_a_killed_compaction_left_is_not_read_and_removed_by_the_next(path):
+    log = Log.embedded(path)
+    log.append("a", "spec", {})
+    for x in range(4):
+        log.append("a", "event", {"x": x})
+    log._store.transact([], [Put("snapshots/a", '[3, {"x": "at 3"}]')])
+    assert read(log)[1:] == [(3, "snapshot", "at 3"), (4, "event", 2), (5, "event", 3)]
+    assert log.compact("a", snapshot(4, x="at 4"))[0] == 3
+    assert read(log)[1:] == [(4, "snapshot", "at 4"), (5, "event", 3)]
+    log.close()
+
+
+def test_a_deposed_coordinator_cannot_compact(path):
+    log = Log.embedded(path)
+    log.append("a", "spec", {})
+    log.append("a", "event", {"x": 1})
+    log._store.transact([], [Delete("leader")])
+    with pytest.raises(Deposed, match=r"\(term 1\) leads no longer"):
+        log.compact("a", snapshot(2))
+    log.close()
+    log = Log.embedded(path)
+    assert read(log)[1:] == [(2, "event", 1)]
     log.close()
 
 

@@ -4,7 +4,7 @@ import json
 
 import mortal_jobs
 import pytest
-from mortal_jobs import play_to_the_end
+from mortal_jobs import load_if_done, play_to_the_end
 
 from meshloom.service.wire.errors import Refused
 
@@ -42,6 +42,7 @@ def play(make_house, killed, name="service", *, fatal=None, lose_servers=False):
 
 
 def outcome(house, learners) -> tuple:
+    load_if_done(house)
     values = [server.jobs["run"]["versions"][4] for server in house.servers]
     final = json.loads((house.folder / "run" / "final.json").read_text())
     losses = [(row["step"], row["loss"]) for row in rows(house, "eval.jsonl")]

@@ -25,6 +25,7 @@ from tiny_runs import COMMAND
 from meshloom.service.wire.calls import Channel
 from meshloom.service.wire.credentials import Tls
 from meshloom.service.wire.errors import Refused, Unavailable
+from meshloom.trainer.cli import main
 from meshloom.trainer.program.digest import tree_digests
 
 pytestmark = pytest.mark.processes
@@ -56,6 +57,49 @@ def test_two_jobs_share_one_service_and_do_not_meet(service):
         for learner in learners:
             learner.call("Leave", reason="done")
     assert process.wait(LIMIT) == 0, service.output()
+
+
+def test_cleaning_removes_old_entries_and_the_blocks_of_a_finished_job(service, capfd):
+    flags = ("--role", "coordinator", "--save-every", "1")
+    service.start(*flags)
+    service.start(
+        *("--role", "server", "--coordinator", service.address()), folder="s0"
+    )
+
+    def clean(*more: str) -> list[str]:
+        capfd.readouterr()
+        assert main(["serve", "clean", f"{service.address()}/run", *more]) == 0
+        out, err = capfd.readouterr()
+        assert err == ""
+        return out.splitlines()
+
+    learners = [Learner(service, index) for index in range(2)]
+    for learner in learners:
+        learner.join()
+    assert clean() == ["run: nothing to remove"]
+    play_to_the_end(learners, until=4)
+    (would,) = clean("--dry-run")
+    (line,) = clean()
+    assert re.fullmatch(r"run: removed \d+ entries \(\d+ bytes\) of the log: .*", line)
+    assert would == line.replace("removed", "would remove")
+    assert f"meshloom serve: {line}" in service.output()
+    # It goes on from the shorter log, which has no entry of the first commits.
+    os.killpg(service.processes[0].pid, signal.SIGKILL)
+    service.processes[0].wait()
+    service.start(*flags, "--bind", service.address())
+    play_to_the_end(learners)
+    assert [learner.incarnation for learner in learners] == [1, 1]
+    np.testing.assert_allclose(learners[0].pull(NUM_ROUNDS), expected(), rtol=1e-6)
+    rows = (service.home() / "run" / "commits.jsonl").read_text()
+    steps = [json.loads(line)["step"] for line in rows.splitlines()]
+    assert steps == list(range(1, NUM_ROUNDS + 1))
+    for learner in learners:
+        learner.call("Leave", reason="done")
+    assert any("4 blocks (128 bytes) from the memory of s" in line for line in clean())
+    with pytest.raises(Refused, match="this server has no job 'run'"):
+        learners[0].pull(NUM_ROUNDS)
+    learners[0].join()
+    np.testing.assert_allclose(learners[0].pull(NUM_ROUNDS), expected(), rtol=1e-6)
 
 
 def test_kill_9_of_everything_continues_from_the_checkpoint(service):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leased_data import LeasedData
+from replaying import replay
 
 from meshloom.service.rounds import events
 from meshloom.service.rounds.engine import Engine
@@ -230,13 +231,6 @@ class World:
             assert age == 0 and part.round == commit.version
 
 
-def replay(world: World) -> list:
-    """Returns the decisions of a new engine for the events of a world."""
-    engine = Engine(world.policy, world.num_learners, world.num_rounds)
-    lines = [json.dumps(event.to_json()) for event in world.events]
-    return [engine.handle(events.from_json(json.loads(line))) for line in lines]
-
-
 SGD = Outer(learning_rate=1.0)
 POLICIES = {
     **PRESETS,
@@ -303,11 +297,15 @@ def act(world: World, action: str, number: int) -> None:
     actions=ACTIONS,
     absent=st.sets(st.integers(0, 4)),
     late=st.sets(st.integers(0, 4)),
+    cut=st.integers(0, 1000),
 )
 def test_engine_keeps_its_promises(
-    name, num_learners, num_rounds, actions, absent, late
+    name, num_learners, num_rounds, actions, absent, late, cut
 ):
-    """Learners that are late join in the middle, if ever."""
+    """Learners that are late join in the middle, if ever.
+
+    The engine of a second replay is replaced by a snapshot after event `cut`.
+    """
     policy = POLICIES[name]
     first = [i for i in range(num_learners) if i not in late] or [0]
     if len(first) < num_learners:
@@ -330,6 +328,8 @@ def test_engine_keeps_its_promises(
             world.join(learner)
     finish(world)
     assert replay(world) == world.decisions
+    cut = cut % (len(world.events) + 1)
+    assert replay(world, cut) == world.decisions
 
 
 def finish(world: World) -> None:

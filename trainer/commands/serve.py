@@ -14,7 +14,7 @@ from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
 from ...launch.stop_signals import StopSignals
 from ..job.fault_points import reached_of
-from . import serve_status
+from . import serve_clean, serve_status
 from .devices import quiet_grpc
 from .flags import command
 from .service_access import add_access_flags, read_token, tls_of
@@ -88,6 +88,7 @@ def add(commands) -> None:
     )
     actions = parser.add_subparsers(metavar="ACTION")
     serve_status.add(actions, parser)
+    serve_clean.add(actions, parser)
 
 
 def run(args: argparse.Namespace) -> int:

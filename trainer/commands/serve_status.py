@@ -42,9 +42,8 @@ def add(actions, serve: argparse.ArgumentParser) -> None:
 def refuse_flags(args: argparse.Namespace, serve: argparse.ArgumentParser, action: str):
     """Refuses flags of `serve` before the name of an action, which would do nothing."""
     shared = ("token_file", "tls_ca", "tls_cert", "tls_key", "run", "help")
-    mine = ("folder", "dry_run") if action == "clean" else ()
     for flag in serve._actions:
-        if flag.dest in (*shared, *mine) or not flag.option_strings:
+        if flag.dest in shared or not flag.option_strings:
             continue
         if getattr(args, flag.dest) != flag.default:
             raise ValueError(f"serve {action}: {flag.option_strings[0]} is not for it")

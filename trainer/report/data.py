@@ -11,6 +11,7 @@ import numpy as np
 
 from ..record import metrics
 from .learners import LearnerFiles, read_learners
+from .timeline_data import Timeline, read_timeline
 
 RATE = "_per_s"  # the suffix of throughput metrics, such as tokens_per_s
 # The root fields of a config that may give the length of a run.
@@ -45,6 +46,7 @@ class RunFiles:
     stopped: str | None = None  # why the run ended before its last step
     learners: tuple[LearnerFiles, ...] = ()
     is_final: bool = False
+    timeline: Timeline | None = None
 
     @property
     def last_step(self) -> int:
@@ -122,6 +124,7 @@ def read_run(folder: Path) -> RunFiles:
         stopped=_stopped(folder),
         learners=learners,
         is_final=(folder / "final.json").is_file(),
+        timeline=read_timeline(folder, [learner.name for learner in learners]),
     )
 
 

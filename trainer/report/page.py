@@ -107,6 +107,14 @@ tr[hidden]{display:none!important}
 .schedule{overflow-x:auto;margin:1.2rem 0}
 .schedule svg{display:block;max-width:max(100%,46rem);height:auto}
 .schedule pre{white-space:pre}
+.timeline svg{width:100%}
+.timeline text{font-size:12px;fill:var(--soft)}
+.timeline .up{fill:var(--main)}
+.timeline .down{fill:var(--grid)}
+.timeline .commit{stroke:var(--main)}
+.timeline .back{stroke:var(--bad);stroke-dasharray:2 2}
+.timeline .death,.timeline .stall{stroke:var(--bad);stroke-width:2}
+.timeline .resize{fill:var(--eval)}
 .bars{list-style:none;margin:.5rem 0 0;padding:.6rem 1.2rem;background:var(--card);
 border:1px solid var(--rule);border-radius:10px;font-size:.83rem;break-inside:avoid}
 .bars li{display:grid;grid-template-columns:minmax(0,22rem) 8.5rem minmax(0,1fr);

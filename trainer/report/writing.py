@@ -12,6 +12,7 @@ from .page import page
 from .pipeline import pipeline
 from .plan import forecast
 from .result import header
+from .timeline import timeline
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -32,6 +33,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
         header(content),
         sections.curves(content),
         learners(content.learners),
+        timeline(content.timeline),
         sections.sample(content),
         sharding(content),
         pipeline(content),
