@@ -8,6 +8,7 @@ are asked what they have, every now and then.
 from typing import Any
 
 from ..wire.errors import Refused
+from ..wire.sums import is_sum
 from .commits import Key
 from .job import Job
 
@@ -30,19 +31,23 @@ class Cleaner:
         keys = left_over(job, job.servers.all("Status", {}))
         if not keys:
             return
-        # All rounds: a learner that was only paused may still send pieces.
-        dead = sorted({key[:2] for key in keys})
-        message = {"contributions": [[*owner, None] for owner in dead]}
+        # All rounds: a learner that was only paused may still send pieces. A merger
+        # goes on: just the sums that did not come to count.
+        sums = sorted(key for key in keys if is_sum(key[0]))
+        dead = sorted({key[:2] for key in keys if not is_sum(key[0])})
+        gone = [*([*owner, None] for owner in dead), *map(list, sums)]
+        message = {"contributions": gone}
         try:
             answers = job.servers.all("Drop", message)
         except Refused as error:
             job.around.say(f"{job.spec.job}: staged contributions not removed: {error}")
             return
         nbytes = sum(answer["bytes"] for answer in answers)
-        who = ", ".join(f"{n} (incarnation {i})" for n, i in dead)
+        who = [f"{n} (incarnation {i})" for n, i in dead]
+        who += [f"a merger in round {round}" for *_, round in sums]
         job.around.say(
             f"{job.spec.job}: removed {len(keys)} staged contributions ({nbytes} "
-            f"bytes) of learners that left: {who}"
+            f"bytes) of learners that left: {', '.join(who)}"
         )
 
 
@@ -56,7 +61,10 @@ def left_over(job: Job, answers: list[dict[str, Any]]) -> set[Key]:
     return {
         (learner, incarnation, round)
         for learner, incarnation, round in staged
-        if round > 0  # 0: the initial parameters
+        if is_sum(learner)
+        and round <= job.engine.version
+        or not is_sum(learner)
+        and round > 0  # 0: the initial parameters
         and job.members.get(learner, incarnation) is None
         and (learner, incarnation) not in wanted
     }

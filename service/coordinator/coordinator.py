@@ -82,7 +82,8 @@ class Coordinator:
             "Join": lambda m: self._ask("join", m),
             "Alive": self.alive,
             "Next": self.next,
-            "Contribute": lambda m: self._ask("contribute", m),
+            "Contribute": self.contribute,
+            "ContributeSum": self.contribute,
             "Leave": lambda m: self._ask("leave", m),
             "Report": lambda m: self._ask("report", m),
             "Save": lambda m: self._ask("save_now", m),
@@ -159,6 +160,17 @@ class Coordinator:
         answer = board.wait(learner, incarnation, after, seconds)
         board.hear(learner, incarnation, self._clock())
         return answer
+
+    def contribute(self, message: Message) -> Message:
+        """Takes note of a contribution that the servers have, or of a sum of some.
+
+        One that was sent to a merger is not on the servers: it must be sent again.
+        """
+        if message.get("place") is not None:
+            return {"state": "elsewhere"}
+        return self._ask(
+            "contribute_sum" if "tree" in message else "contribute", message
+        )
 
     def status(self, message: Message) -> Message:
         """Returns the state of one job, or of everything."""
