@@ -58,6 +58,7 @@ ROOMS = (
     Room("models", "the transformer", 8, 2),
     Room("service/coordinator", "decides every commit", 3, 0),
     Room("service/learner", "a run's side of it", 5, 2),
+    Room("service/merger", "sums of contributions", 4, 2),
     Room("service/server", "blocks of parameters", 6, 2),
     Room("service/wire", "calls and streams", 7, 2),
     Room("service/blocks", "arrays as blocks", 9, 0),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
 from ...launch.stop_signals import StopSignals
-from . import serve_status
+from . import serve_merger, serve_status
 from .devices import quiet_grpc
 from .flags import command
 from .service_access import add_access_flags, read_token, tls_of
@@ -57,6 +57,12 @@ def add(commands) -> None:
         help="of the coordinator, or of several with commas; for --role server",
     )
     parser.add_argument(
+        "--upstream",
+        metavar="ADDRESS",
+        help="of a service, or of another merger: add up what learners send here, "
+        "and pass on one contribution",
+    )
+    parser.add_argument(
         "--servers",
         type=int,
         metavar="N",
@@ -98,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     if args.store is None:  # otherwise it may be that of another coordinator
         address_file.unlink(missing_ok=True)  # of a process that was killed
     with StopSignals(REPEAT_SECONDS) as signals:
+        if args.upstream is not None:
+            return serve_merger.run(args, address_file, signals, token, tls, say=_say)
         if args.role == "server":
             return _serve_blocks(args, address_file, signals, token, tls)
         if args.store is not None:
@@ -113,6 +121,8 @@ def _check(args: argparse.Namespace) -> None:
 
         parse_bind(args.metrics)
     host, colon, _ = args.bind.rpartition(":")
+    if args.upstream is not None:
+        serve_merger.check(args)
     if args.role != "coordinator" and colon and host in WILDCARDS:
         raise ValueError(
             f"--bind {args.bind}: learners are told this address, so it must be one at "
