@@ -59,6 +59,7 @@ ROOMS = (
     Room("models", "the transformer", 9, 2),
     Room("service/coordinator", "decides every commit", 4, 0),
     Room("service/learner", "a run's side of it", 6, 2),
+    Room("service/merger", "sums of contributions", 5, 2),
     Room("service/server", "blocks of parameters", 7, 2),
     Room("service/wire", "calls and streams", 8, 2),
     Room("service/blocks", "arrays as blocks", 10, 0),

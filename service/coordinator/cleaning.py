@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..wire.errors import Refused
+from ..wire.sums import is_sum
 from .commits import Key
 from .history import make_history
 from .job import Job
@@ -64,13 +65,16 @@ class Cleaner:
         if not keys:
             return None
         # All rounds: a learner that was only paused may still send pieces.
-        dead = sorted({key[:2] for key in keys})
-        who = ", ".join(f"{n} (incarnation {i})" for n, i in dead)
+        # A merger goes on: just the sums that did not come to count.
+        sums = sorted(key for key in keys if is_sum(key[0]))
+        dead = sorted({key[:2] for key in keys if not is_sum(key[0])})
+        names = [f"{n} (incarnation {i})" for n, i in dead]
+        who = ", ".join([*names, *(f"a merger in round {n}" for *_, n in sums)])
         what, of = f"{len(keys)} staged contributions", "of learners that left"
         if dry_run:
             return f"would remove {what} {of}: {who}"
-        message = {"contributions": [[*owner, None] for owner in dead]}
-        answers = job.servers.all("Drop", message)
+        gone = [*([*owner, None] for owner in dead), *map(list, sums)]
+        answers = job.servers.all("Drop", {"contributions": gone})
         nbytes = sum(answer["bytes"] for answer in answers)
         return f"removed {what} ({nbytes} bytes) {of}: {who}"
 
@@ -128,7 +132,10 @@ def left_over(job: Job, answers: list[dict[str, Any]]) -> set[Key]:
     return {
         (learner, incarnation, round)
         for learner, incarnation, round in staged
-        if round > 0  # 0: the initial parameters
+        if is_sum(learner)
+        and round <= job.engine.version
+        or not is_sum(learner)
+        and round > 0  # 0: the initial parameters
         and job.members.get(learner, incarnation) is None
         and (learner, incarnation) not in wanted
     }

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..rounds.events import Commit, Contribution
+from ..rounds.events import Commit, Contribution, SetAside
+from ..rounds.leases import MAX_FAILURES
+from ..wire import sums as sums_lib
+from ..wire.sums import Tree
 from .run_files import number, plain
 from .spec import JobSpec
 
@@ -20,13 +23,18 @@ Key = tuple[int, int, int]  # learner, incarnation, round
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What the coordinator knows of a contribution that is staged on the servers."""
+    """What the coordinator knows of a contribution that is staged on the servers.
+
+    Attributes:
+      tree: of the sum that it is part of; None if it is staged by itself.
+    """
 
     base: int
     steps: int
     arrived: float
     sums: Mapping[str, Any]
     num_bytes: int
+    tree: Tree | None = None
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> "Received":
@@ -38,6 +46,7 @@ class Received:
             arrived=event["time"],
             sums=body["sums"],
             num_bytes=body["bytes"],
+            tree=body.get("sum"),
         )
 
 
@@ -51,17 +60,32 @@ def keys_of(decisions: Sequence[Any]) -> set[Key]:
     return {key_of(part) for parts in found for part in parts}
 
 
-def merge_message(commit: Commit) -> dict[str, Any]:
+def trees_of(commit: Commit, received: Mapping[Key, Received]) -> list[Tree]:
+    """Returns the trees of the sums that a commit consists of, in order of key."""
+    parts = (received[key_of(part)].tree for part in commit.contributions)
+    trees = {sums_lib.key_of(tree): tree for tree in parts if tree is not None}
+    return [trees[key] for key in sorted(trees)]
+
+
+def unwanted(received: Mapping[Key, Received], wanted: set[Key]) -> list[list[int]]:
+    """Returns the keys that servers can drop: of contributions, and of their sums."""
+    found = {key: None for key in received if key not in wanted}
+    for key in list(found):
+        tree = received[key].tree
+        if tree is not None and not wanted & {*sums_lib.contributions_of(tree)}:
+            found[sums_lib.key_of(tree)] = None
+    return [list(key) for key in found]
+
+
+def merge_message(commit: Commit, received: Mapping[Key, Received]) -> dict[str, Any]:
     """Returns what servers need to merge the contributions of a commit."""
     names = ("learner", "incarnation", "round", "base", "weight", "coefficient")
+    parts = [{n: getattr(p, n) for n in names} for p in commit.contributions]
     return {
         "version": commit.version,
         "fragment": commit.fragment,
         "divisor": commit.divisor,
-        "contributions": [
-            {name: getattr(part, name) for name in names}
-            for part in commit.contributions
-        ],
+        "contributions": sums_lib.staged_parts(parts, trees_of(commit, received)),
     }
 
 
@@ -69,6 +93,14 @@ def apply_message(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what servers need to apply a commit of the log."""
     names = ("version", "scale", "step", "share", "keep", "drop")
     return {name: entry[name] for name in names}
+
+
+def why_set_aside(decision: SetAside) -> str:
+    return (
+        f"blocks {list(decision.blocks)} of the data are set aside: learner "
+        f"{decision.learner} is one of {MAX_FAILURES} that were lost while they "
+        "computed on them"
+    )
 
 
 def facts_of(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +117,6 @@ def make_entry(
     merged: Sequence[Mapping[str, Any]],
     received: Mapping[Key, Received],
     spec: JobSpec,
-    *,
     now: float,
 ) -> dict[str, Any]:
     """Returns the entry of a commit.
@@ -123,6 +154,8 @@ def make_entry(
         "metrics": metrics,
         "time": now,
     }
+    if trees := trees_of(commit, received):
+        entry["sums"] = trees
     return plain(entry)
 
 

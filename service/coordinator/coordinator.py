@@ -4,7 +4,7 @@ Handlers look a job up under the coordinator's lock, let go of it, and then ask 
 job's own thread (driver.py) or wait at its board.
 """
 
-import dataclasses
+import functools
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping
@@ -21,21 +21,17 @@ from .log import Log
 from .servers import RemoteServer, ServerGroup
 from .settings import Settings, Surroundings
 from .spec import JobSpec, check_same, parse_spec
+from .status import Registered
 
 Message = dict[str, Any]
 
 # A learner waits for the answer to a call at least this long.
 ANSWER_SECONDS = 15.0
 CLEAN_SECONDS = 120.0  # one job may be cleaned for so long
+# What the thread of a job is asked: {call: method}.
+ASKED = {"Join": "join", "Leave": "leave", "Report": "report"}
+ASKED |= {"Initialized": "initialize", "Save": "save_now"}
 POLL_SECONDS = 20.0  # at most, of a learner that waits for its turn
-
-
-@dataclasses.dataclass
-class Registered:
-    """A server that said it is there, and what it said since."""
-
-    server: RemoteServer
-    beats: status.ServerBeats
 
 
 class Coordinator:
@@ -78,21 +74,19 @@ class Coordinator:
         self._failure: str | None = None
         self._must_fix = False
         self._watched = clock()
-        methods: dict[str, Callable[[Message], Message]] = {
+        methods = {
             "RegisterServer": self.register_server,
             "Beat": self.beat,
             "OpenJob": self.open_job,
-            "Initialized": lambda m: self._ask("initialize", m),
-            "Join": lambda m: self._ask("join", m),
             "Alive": self.alive,
             "Next": self.next,
-            "Contribute": lambda m: self._ask("contribute", m),
-            "Leave": lambda m: self._ask("leave", m),
-            "Report": lambda m: self._ask("report", m),
-            "Save": lambda m: self._ask("save_now", m),
+            "Contribute": self.contribute,
+            "ContributeSum": self.contribute,
             "Clean": self.clean,
             "Status": self.status,
         }
+        for name, method in ASKED.items():
+            methods[name] = functools.partial(self._ask, method)
         self.methods = {name: self._leading(call) for name, call in methods.items()}
 
     # Calls of servers.
@@ -164,6 +158,17 @@ class Coordinator:
         answer = board.wait(learner, incarnation, after, seconds)
         board.hear(learner, incarnation, self._clock())
         return answer
+
+    def contribute(self, message: Message) -> Message:
+        """Takes note of a contribution that the servers have, or of a sum of some.
+
+        One that was sent to a merger is not on the servers: it must be sent again.
+        """
+        if message.get("place") is not None:
+            return {"state": "elsewhere"}
+        return self._ask(
+            "contribute_sum" if "tree" in message else "contribute", message
+        )
 
     def status(self, message: Message) -> Message:
         """Returns the state of one job, or of everything."""

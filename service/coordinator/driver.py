@@ -30,8 +30,8 @@ EXPECTED = (
 )
 _LOG = logging.getLogger(__name__)
 METHODS = (
-    *("describe", "join", "contribute", "leave", "initialize", "report", "save_now"),
-    "clean",
+    *("describe", "join", "contribute", "contribute_sum", "leave", "initialize"),
+    *("report", "save_now", "clean"),
 )
 
 

@@ -25,9 +25,8 @@ from ..rounds.events import (
     Tick,
     from_json,
 )
-from ..rounds.leases import MAX_FAILURES
 from ..wire.errors import Refused
-from . import commits, evaluations, requests
+from . import commits, evaluations, requests, sums
 from .board import Board, Place, versions_read
 from .checkpoints import Checkpoint, Checkpoints
 from .commits import Key, Received
@@ -85,7 +84,6 @@ class Job:
 
     def describe(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Returns where the servers are, and whether they need the parameters."""
-        del message
         return {
             "servers": self.servers.addresses,
             "initialize": not self.is_initialized,
@@ -119,6 +117,14 @@ class Job:
                 requests.check_lease(message, place.blocks)
             self._accept(body)
         return {"state": "ok", "version": self.engine.version}
+
+    def contribute_sum(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes note of a sum of contributions: of all in it, or of none."""
+        known = self._received, self.members, self._places
+        bodies, gone = sums.judged(message, self.spec, self.now(), *known)
+        for body in bodies:
+            self._accept(body)
+        return {"state": "regroup" if gone else "ok", "gone": gone}
 
     def leave(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Lets a learner go; one that is gone already may say so again."""
@@ -240,11 +246,7 @@ class Job:
             elif isinstance(decision, Dropped):
                 self._drop(decision)
             elif isinstance(decision, SetAside):
-                self.around.say(
-                    f"{self.spec.job}: blocks {list(decision.blocks)} of the data are "
-                    f"set aside: learner {decision.learner} is one of "
-                    f"{MAX_FAILURES} that were lost while they computed on them"
-                )
+                self.around.say(f"{self.spec.job}: {commits.why_set_aside(decision)}")
             else:
                 assert isinstance(decision, Done)
                 self._end(decision.learner)
@@ -310,18 +312,17 @@ class Job:
 
     def _decide(self, commit: Commit, later: set[Key]) -> dict[str, Any]:
         """Merges on all servers and returns the entry of the commit."""
-        merged = self.servers.all("Merge", commits.merge_message(commit))
-        entry = commits.make_entry(
-            commit, merged, self._received, self.spec, now=self.now()
-        )
+        received = self._received
+        merged = self.servers.all("Merge", commits.merge_message(commit, received))
+        entry = commits.make_entry(commit, merged, received, self.spec, self.now())
         in_use = versions_read(self._places.values())
-        in_use |= {info.base for info in self._received.values()}
+        in_use |= {info.base for info in received.values()}
         wanted = self.engine.kept | later
         return {
             **entry,
             "event": self._event,
             "keep": sorted(v for v in in_use if v < commit.version),
-            "drop": [list(key) for key in self._received if key not in wanted],
+            "drop": commits.unwanted(received, wanted),
         }
 
     def _release(self, release: Release) -> None:

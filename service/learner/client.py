@@ -54,7 +54,11 @@ class Client:
         return self._call("Next", fields, POLL_SECONDS + CALL_SECONDS)
 
     def contribute(self, contribution: Mapping[str, Any]) -> dict[str, Any]:
-        """Tells that all pieces of a round are on the servers."""
+        """Tells that all pieces of a round are on the servers, or at the merger.
+
+        The state of the answer is "wait" if the merger has not passed them on yet, and
+        "elsewhere" if they must be sent again.
+        """
         return self._call("Contribute", contribution)
 
     def report(self, kind: str, row: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ..rounds.leases import as_ranges, from_ranges
 from ..rounds.policy import Policy
 from ..wire.codecs import PLAIN, Codec
 from ..wire.errors import Refused, Unavailable
+from .attachment import Attachment
 from .client import Client, in_all
 from .compression import Compressor
 from .merging import Merging, Parameters
@@ -115,8 +116,8 @@ class Exchange:
     ):
         self._client, self._group = client, group
         self._parameters, self.policy = parameters, policy
-        self._connect, self._seed, self._on_wait = connect, seed, on_wait
-        self._mover: Mover | None = None
+        self._seed, self._on_wait = seed, on_wait
+        self._attached = Attachment(client, group, connect)
         self._merging = Merging(parameters, layout, self._read, policy.mix)
         self._layout, self._compressor = layout, Compressor(codec, layout)
         self._incarnation, self._pulled = 0, 0
@@ -137,10 +138,7 @@ class Exchange:
           initial: makes the parameters of version 0, if learner 0 has to send them.
           facts: about this learner, for messages and for the report.
         """
-        opened = in_all(
-            self._group, "open", dict, lambda _: self._client.open(dict(spec))
-        )
-        self._mover = self._connect(opened)
+        opened = self._attached.open(spec)
         if opened["initialize"] and self._client.learner == 0:
             arrays = self._parameters.of(initial())
             pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
@@ -160,8 +158,7 @@ class Exchange:
         self._thread.shutdown(cancel_futures=True)
         if self._group.is_first:
             self._client.leave(reason)
-        if self._mover is not None:
-            self._mover.close()
+        self._attached.close()
         self._client.close()
 
     @property
@@ -177,8 +174,7 @@ class Exchange:
 
     def start(self, state: Any) -> Any:
         """Returns the state with all parameters of the version of this turn."""
-        with _rejoining():
-            fetched, self._pulled = self._merging.fetch(self.turn.version, None)
+        fetched = self._fetch(self.turn.version, None)
         return self._merging.replace(state, fetched)
 
     def send_gradients(
@@ -275,18 +271,17 @@ class Exchange:
                 count = self._push(sent, before.round)
             return {"bytes": count, "pulled": self._pulled}
 
-        def contribute(reports: list[dict[str, Any]]) -> dict[str, Any]:
+        def message(reports: list[dict[str, Any]]) -> dict[str, Any]:
             nonlocal pushed, pulled
             pushed = sum(report["bytes"] for report in reports)
             pulled = sum(report["pulled"] for report in reports)
-            return self._client.contribute({**contribution, "bytes": pushed})
+            return {**contribution, "bytes": pushed}
 
-        in_all(self._group, "contribution", push, contribute)
+        self._attached.contribute(push, message, self._check_leaving)
         turn = self._wait_for_turn(before.round)
         if not turn.is_done and turn.round != before.round + 1:
             fragment = None  # it continues elsewhere, from a whole version
-        with _rejoining():
-            fetched, self._pulled = self._merging.fetch(turn.version, fragment)
+        fetched = self._fetch(turn.version, fragment)
         seconds = time.monotonic() - began
         return Outcome(turn, fetched, fragment, pushed, pulled, seconds)
 
@@ -305,8 +300,18 @@ class Exchange:
                 blocks, ahead = map(from_ranges, leased)
                 why = answer["reason"]
                 return Turn(number, version, is_done, commit, why, blocks, ahead)
-            if self._is_leaving.is_set():
-                raise Unavailable("this learner is leaving")
+            self._check_leaving()
+
+    def _check_leaving(self) -> None:
+        if self._is_leaving.is_set():
+            raise Unavailable("this learner is leaving")
+
+    def _fetch(self, version: int, fragment: int | None) -> Host:
+        with _rejoining():
+            fetched, self._pulled = self._attached.fetch(
+                lambda: self._merging.fetch(version, fragment)
+            )
+        return fetched
 
     def _awaited(self, future: concurrent.futures.Future) -> Any:
         while True:
@@ -318,13 +323,13 @@ class Exchange:
                 self._on_wait()
 
     def _read(self, version: int, buffers: Host, fragment: int | None) -> int:
-        assert self._mover is not None
-        return self._mover.pull(version, buffers, fragment)
+        assert self._attached.mover is not None
+        return self._attached.mover.pull(version, buffers, fragment)
 
     def _push(self, sent: Sequence[Piece], round: int) -> int:
-        assert self._mover is not None
+        assert self._attached.mover is not None
         learner = self._client.learner
-        return self._mover.push(sent, learner, self._incarnation, round)
+        return self._attached.mover.push(sent, learner, self._incarnation, round)
 
 
 @contextlib.contextmanager

@@ -112,6 +112,25 @@ class Policy:
         if self.is_lockstep and self.late == "wait" and self.quorum < num_learners:
             raise ValueError(checks.quorum_needs_late(self.quorum))
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether every contribution of a round is part of its commit.
+
+        Then a merger may add them up before the coordinator has decided.
+        """
+        return self.staleness == 0 and self.late == "wait"
+
+    def coefficient(self, weight: float, steps: int) -> tuple[float, float]:
+        """Returns the coefficient of a fresh contribution, and what it adds to the
+        divisor."""
+        if self.outer is None:  # the payload is a sum over tokens
+            return 1.0, weight
+        if self.weights == "equal":
+            weight = 1.0
+        elif self.weights == "tokens_squared_per_step":
+            weight = weight * weight / steps
+        return weight, weight
+
     def fragment_of(self, round: int) -> int:
         """Returns the fragment that a round (counted from 1) exchanges."""
         return (round - 1) % self.fragments

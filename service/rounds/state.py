@@ -185,17 +185,11 @@ class State:
         The discount of old contributions is not part of the divisor: one that is
         merged alone would otherwise count as if it were fresh.
         """
-        policy, weight = self.policy, arrival.weight
         discount = 1.0
-        if policy.late == "merge":
+        if self.policy.late == "merge":
             discount /= 1 + self.age(arrival)
-        if policy.outer is None:  # the payload is a sum over tokens
-            return discount, weight
-        if policy.weights == "equal":
-            weight = 1.0
-        elif policy.weights == "tokens_squared_per_step":
-            weight = weight * weight / arrival.steps
-        return discount * weight, weight
+        coefficient, part = self.policy.coefficient(arrival.weight, arrival.steps)
+        return discount * coefficient, part
 
 
 def _key(arrival: Contributed) -> tuple[int, int, int]:

@@ -4,16 +4,41 @@ In place where that is possible: a piece that breaks off, or is damaged, does no
 and its place is free for whoever sends it again.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..blocks.box import Box
 from ..wire import tensors
-from ..wire.codecs import PLAIN
+from ..wire.codecs import PLAIN, Codec
 from ..wire.errors import Refused
-from .staging import Key, Staged
-from .store import BlockStore
+from ..wire.sums import is_sum
+from .staging import Key, Staged, Staging
+
+
+class Store(Protocol):
+    """What contributions are received for: a BlockStore, or a merger's job."""
+
+    @property
+    def staging(self) -> Staging: ...
+
+    @property
+    def push_codec(self) -> Codec: ...
+
+    @property
+    def newest(self) -> int | None: ...
+
+    def stage(
+        self,
+        learner: int,
+        incarnation: int,
+        round: int,
+        block: int,
+        slab: int,
+        start: Sequence[int],
+        array: np.ndarray,
+    ) -> None: ...
 
 
 class _Open(NamedTuple):
@@ -29,7 +54,7 @@ class _Open(NamedTuple):
 class Receiving:
     """Receives pieces of one contribution, one after the other."""
 
-    def __init__(self, store: BlockStore, key: Key):
+    def __init__(self, store: Store, key: Key):
         self._store, self._key = store, key
         self._scratch = tensors.Scratch()
         self._open: _Open | None = None
@@ -65,8 +90,12 @@ class Receiving:
             self._end(is_right=False)
 
     def _check_codec(self, header: tensors.Header) -> None:
-        """Refuses a piece that is not packed as the job says; parameters never are."""
-        expected = PLAIN if self._key[2] == 0 else self._store.push_codec
+        """Refuses a piece that is not packed as the job says.
+
+        Parameters and sums never are.
+        """
+        is_plain = self._key[2] == 0 or is_sum(self._key[0])
+        expected = PLAIN if is_plain else self._store.push_codec
         found = header.codec or PLAIN
         if found != expected:
             raise Refused(

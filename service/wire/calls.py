@@ -18,7 +18,7 @@ import numpy as np
 from ..blocks.box import Box
 from . import credentials, tensors
 from .credentials import Tls
-from .errors import NotLeader, OldTerm, Refused, Unavailable
+from .errors import NotLeader, NoUpstream, OldTerm, Refused, Unavailable
 
 Message = dict[str, Any]
 Handler = Callable[[Message], Message]
@@ -247,6 +247,8 @@ def _error_of(
         return Refused(details)
     if code == grpc.StatusCode.ABORTED:
         return OldTerm(f"{address}: {details}")
+    if code == grpc.StatusCode.OUT_OF_RANGE:
+        return NoUpstream(f"{address}: {details}")
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return Refused(
             f"{address} refused {name}: {details}; give the token that its processes "
@@ -328,6 +330,8 @@ def _answering(
         if error.leader is not None:
             context.set_trailing_metadata(((LEADER_KEY, error.leader),))
         status = grpc.StatusCode.FAILED_PRECONDITION, _one_line(error)
+    except NoUpstream as error:
+        status = grpc.StatusCode.OUT_OF_RANGE, _one_line(error)
     except OldTerm as error:
         status = grpc.StatusCode.ABORTED, _one_line(error)
     except ConnectionError as error:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from .calls import Channel, Message
 from .credentials import Tls
-from .errors import NotLeader, Refused, Unavailable
+from .errors import NotLeader, NoUpstream, Refused, Unavailable
 
 
 class Caller(Protocol):
@@ -44,6 +44,8 @@ class Coordinators:
             try:
                 return channel.call(name, message, seconds)
             except Refused:
+                raise
+            except NoUpstream:
                 raise
             except NotLeader as found:
                 error = found

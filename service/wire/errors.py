@@ -21,5 +21,9 @@ class NotLeader(Unavailable):
         self.leader = leader
 
 
+class NoUpstream(Unavailable):
+    """A merger is there, but gets no answer from above: ask it again, not another."""
+
+
 class OldTerm(Exception):
     """A server obeys a coordinator with a higher term: this one must stop."""

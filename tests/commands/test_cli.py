@@ -63,7 +63,7 @@ FLAGS = {
     | {"--tls-cert", "--tls-key"},
     "serve": {"--bind", "--folder", "--role", "--coordinator", "--servers", "--once"}
     | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"}
-    | {"--store", "--metrics", "ACTION"},
+    | {"--store", "--metrics", "--upstream", "ACTION"},
     "launch local": SUPERVISED | FLEET | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
     | FLEET

@@ -31,6 +31,7 @@ SERVICE_ROOMS = {
     "server": {"blocks", "wire"},
     "coordinator": {"rounds", "blocks", "wire", "store"},
     "learner": {"rounds", "blocks", "wire"},
+    "merger": {"rounds", "blocks", "wire", "server"},
 }
 # Packages inside a package.
 ROOMS = {

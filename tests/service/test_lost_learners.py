@@ -73,7 +73,8 @@ def test_a_version_that_is_gone_ends_the_learner_so_that_it_is_restarted():
         make_policy("async"),
         connect=lambda opened: group,  # type: ignore
     )
-    exchange._mover, exchange.turn = group, Turn(4, 3)  # type: ignore
+    exchange._attached.mover = group  # type: ignore
+    exchange.turn = Turn(4, 3)
     with pytest.raises(Unavailable, match="must join again: version 3 .* is gone"):
         exchange.start(np.zeros(4))
     exchange.leave("done")

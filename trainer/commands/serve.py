@@ -14,7 +14,7 @@ from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
 from ...launch.stop_signals import StopSignals
 from ..job.fault_points import reached_of
-from . import serve_clean, serve_status
+from . import serve_clean, serve_merger, serve_status
 from .devices import quiet_grpc
 from .flags import command
 from .service_access import add_access_flags, read_token, tls_of
@@ -56,6 +56,12 @@ def add(commands) -> None:
         "--coordinator",
         metavar="ADDRESS",
         help="of the coordinator, or of several with commas; for --role server",
+    )
+    parser.add_argument(
+        "--upstream",
+        metavar="ADDRESS",
+        help="of a service, or of another merger: add up what learners send here, "
+        "and pass on one contribution",
     )
     parser.add_argument(
         "--servers",
@@ -100,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     if args.store is None:  # otherwise it may be that of another coordinator
         address_file.unlink(missing_ok=True)  # of a process that was killed
     with StopSignals(REPEAT_SECONDS) as signals:
+        if args.upstream is not None:
+            return serve_merger.run(args, address_file, signals, token, tls, say=_say)
         if args.role == "server":
             return _serve_blocks(args, address_file, signals, token, tls)
         if args.store is not None:
@@ -115,6 +123,8 @@ def _check(args: argparse.Namespace) -> None:
 
         parse_bind(args.metrics)
     host, colon, _ = args.bind.rpartition(":")
+    if args.upstream is not None:
+        serve_merger.check(args)
     if args.role != "coordinator" and colon and host in WILDCARDS:
         raise ValueError(
             f"--bind {args.bind}: learners are told this address, so it must be one at "

@@ -25,7 +25,9 @@ from ...service.learner.merging import Merging, Read
 from ...service.rounds.leases import from_ranges
 from ...service.rounds.policy import Policy
 from ...service.server.store import BlockStore
+from ...service.server.summing import stage_sums
 from ...service.wire.codecs import PLAIN
+from ...service.wire.sums import Tree, staged_parts
 from ...sharding import MeshSpec
 from ...sharding.mesh import AXES
 from ..config import files as config_files
@@ -213,8 +215,13 @@ class Replayer:
         parts = commit["contributions"]
         for part in parts:
             self._compute((part["learner"], part["incarnation"], part["round"]))
+        trees = commit.get("sums", ())
+        sums = self._stage_sums(commit["fragment"], parts, trees)
         merged = self._store.merge(
-            commit["version"], commit["fragment"], parts, commit["divisor"]
+            commit["version"],
+            commit["fragment"],
+            staged_parts(parts, trees),
+            commit["divisor"],
         )
         used = {_key(part) for row in later for part in row["contributions"]}
         self._store.apply(
@@ -223,7 +230,10 @@ class Replayer:
             commit["update_step"],
             commit["share"],
             keep={r.base for own in self._todo.values() for r in own},
-            drop=[list(_key(part)) for part in parts if _key(part) not in used],
+            drop=[
+                *(list(_key(part)) for part in parts if _key(part) not in used),
+                *map(list, sums),
+            ],
         )
         return _same_norm(merged["sum_of_squares"], commit["norm"])
 
@@ -240,6 +250,19 @@ class Replayer:
             round = own.pop(0)
             self._stage(round.key, learner.compute(round))
             self.num_computed += 1
+
+    def _stage_sums(
+        self, fragment: int, parts: Sequence[Mapping], trees: Sequence[Tree]
+    ) -> list[Key]:
+        """Adds up what mergers have added up; returns the keys of the sums."""
+        blocks = [
+            block.index
+            for block in self._layout.blocks
+            if self._layout.fragment_of(block.index) == fragment
+        ]
+        weights = {_key(part): part["coefficient"] for part in parts}
+        staging = self._store.staging
+        return stage_sums(staging, self._layout, blocks, trees, weights)
 
     def _read(self, version: int, buffers: shards.Host, fragment: int | None) -> int:
         """Fills buffers like a learner that pulls; a fragment only with its blocks."""

@@ -1,0 +1,1 @@
+"""A merger adds up the contributions of learners, and passes on one."""
