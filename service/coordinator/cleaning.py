@@ -53,7 +53,7 @@ class Cleaner:
             if line is not None:
                 found.append(line)
                 if not dry_run:
-                    job.around.say(f"{job.spec.job}: {line}")
+                    job.around.say(f"{job.spec.job}: {line}", "cleaned")
         return found
 
     def _staged(self, dry_run: bool) -> str | None:

@@ -84,7 +84,7 @@ def _shadow(job: Job, past: History) -> Job:
     """Returns a job that takes entries of the log again, and acts on nothing."""
     shadow = copy.copy(job)
     shadow.board, shadow.num_bytes = Board(), 0
-    shadow.around = dataclasses.replace(job.around, say=lambda text: None)
+    shadow.around = dataclasses.replace(job.around, say=lambda *_, **__: None)
     shadow.reset(past)
     if past.snapshot is not None:
         put_back(shadow, past.snapshot)

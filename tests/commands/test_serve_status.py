@@ -32,7 +32,7 @@ class Service:
             settings=Settings(),
             connect=lambda n, a: RemoteServer(n, a, Channel(a, TOKEN)),
             clock=time.monotonic,
-            say=lambda line: None,
+            say=lambda *_, **__: None,
         )
         self.calls = Server(
             "127.0.0.1:0", self.coordinator.methods, token=TOKEN, num_threads=8

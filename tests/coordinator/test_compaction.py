@@ -121,7 +121,10 @@ def test_a_restart_takes_up_the_same_as_from_the_whole_log(make_house, killed, m
         house.start()
         house.initialize()
         for turn in range(36):
-            if turn in (5, 20):  # versions are lost with the servers, and learners return
+            if turn in (
+                5,
+                20,
+            ):  # versions are lost with the servers, and learners return
                 for server in house.servers:
                     server.lose()
                 newest = house.folder / "run" / "service" / str(house.job.saved)

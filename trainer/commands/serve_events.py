@@ -1,0 +1,60 @@
+"""What a process of `meshloom serve` tells: lines on stdout, and events in a file.
+
+An event is one JSON object on one line, as in the supervisor's log:
+
+    {"time": 1763526000.123, "role": "coordinator", "event": "left", "job": "run", ...}
+"""
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+FILE = "events.jsonl"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Events:
+    """The lines and events of one process; threads may share it.
+
+    Args:
+      role: "both", "coordinator" or "server".
+      folder: of the file; None while it may be that of another coordinator.
+    """
+
+    def __init__(self, role: str, folder: Path | None = None):
+        self._role = role
+        self._path = None if folder is None else folder / FILE
+
+    def write_to(self, folder: Path) -> None:
+        """Writes events into a file from now on."""
+        self._path = folder / FILE
+
+    def say(self, text: str, event: str = "note", **fields: Any) -> None:
+        """Writes a line to stdout, and an event to the file.
+
+        Args:
+          text: the line, which is part of the event; with "" there is only an event.
+        """
+        if text:
+            _write(1, f"meshloom serve: {text}\n")
+        if self._path is None:
+            return
+        row = {"time": round(time.time(), 3), "role": self._role, "event": event}
+        row |= {**fields, **({"text": text} if text else {})}
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            _write(file, json.dumps(row) + "\n")
+        finally:
+            os.close(file)
+
+
+def _write(file: int, text: str) -> None:
+    """Writes at once, also into a pipe or from several threads."""
+    try:
+        os.write(file, text.encode())
+    except OSError as error:
+        if error.errno not in FULL:  # or a log on a full disk would end the service
+            raise
