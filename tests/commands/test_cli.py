@@ -57,7 +57,10 @@ FLAGS = {
     "serve": {"--bind", "--folder", "--role", "--coordinator", "--servers", "--once"}
     | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"}
     | {"--store", "--metrics", "ACTION"},
-    "launch local": SUPERVISED | FLEET | {"--processes", "--min-processes", "--cold"},
+    "launch local": SUPERVISED
+    | FLEET
+    | {"--coordinators", "--store"}
+    | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
     | FLEET
     | {"--service-host"}
