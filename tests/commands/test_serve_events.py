@@ -62,12 +62,13 @@ def test_lines_of_several_threads_stay_whole(tmp_path, capfd):
     assert len(found) == 200 and {row["number"] for row in found} == set(range(4))
 
 
+@pytest.mark.parametrize("call", ["write", "open"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_full_disk_under_the_events_ends_nothing(tmp_path, monkeypatch, code):
-    def write(file, data):
+def test_a_full_disk_under_the_events_ends_nothing(tmp_path, monkeypatch, code, call):
+    def fail(*arguments):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, call, fail)
     events = Events("both", tmp_path)
     if code == errno.ENOSPC:
         events.say("a line")

@@ -5,10 +5,12 @@ An event is one JSON object on one line, as in the supervisor's log:
     {"time": 1763526000.123, "role": "coordinator", "event": "left", "job": "run", ...}
 """
 
+import contextlib
 import errno
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +41,25 @@ class Events:
           text: the line, which is part of the event; with "" there is only an event.
         """
         if text:
-            _write(1, f"meshloom serve: {text}\n")
+            with _passing_over_full_disks():
+                os.write(1, f"meshloom serve: {text}\n".encode())
         if self._path is None:
             return
         row = {"time": round(time.time(), 3), "role": self._role, "event": event}
         row |= {**fields, **({"text": text} if text else {})}
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            _write(file, json.dumps(row) + "\n")
-        finally:
-            os.close(file)
+        line = (json.dumps(row) + "\n").encode()
+        with _passing_over_full_disks():
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(file, line)  # at once, also from several threads
+            finally:
+                os.close(file)
 
 
-def _write(file: int, text: str) -> None:
-    """Writes at once, also into a pipe or from several threads."""
+@contextlib.contextmanager
+def _passing_over_full_disks() -> Iterator[None]:
     try:
-        os.write(file, text.encode())
+        yield
     except OSError as error:
         if error.errno not in FULL:  # or a log on a full disk would end the service
             raise
