@@ -53,7 +53,12 @@ def snapshot_of(job: Job, history: History, checkpoint: Checkpoint) -> Entry | N
     past = dataclasses.replace(history, entries=entries, incarnations={})
     shadow = _shadow(job, past)
     shadow.replay(past)
-    assert (shadow.engine.version, shadow.cut) == (version, cut), (version, cut)
+    if (found := (shadow.engine.version, shadow.cut)) != (version, cut):
+        raise ValueError(
+            f"the entries of the log up to {cut} lead to version {found[0]}, made by "
+            f"entry {found[1]}, but the checkpoint is of version {version}. The log "
+            "stays as it is; was it written by another version of meshloom?"
+        )
     gone = sum(entry["event"] <= cut for entry in history.abandoned)
     body = {
         "version": version,
