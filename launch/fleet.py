@@ -1,12 +1,14 @@
 """Runs learners that exchange parameters through a service, and the service.
 
-A fleet is one coordinator, its servers, and learners. Each learner is a job of its own
-with its own supervisor (supervisor.py), so that the death of one is not felt by the
-others. This module supervises those supervisors, and the processes of the service:
+A fleet is a coordinator (or several, of which one leads), servers, and learners. Each
+learner is a job of its own with its own supervisor (supervisor.py), so that the death
+of one is not felt by the others. This module supervises those supervisors, and the
+processes of the service:
 
 | what ended | what is restarted |
 |---|---|
 | the coordinator | the coordinator; its log says what has happened |
+| one of several coordinators | the same; meanwhile another one leads |
 | the coordinator, stopped or stuck | the same, after it was killed |
 | a server, or the coordinator with 69 (it has lost a server) | the whole service |
 | the supervisor of a learner, with neither 0, 1 nor 2 | the learner |
@@ -81,7 +83,8 @@ class Fleet:
         self._signals = StopSignals(settings.repeat_seconds)
         self._told = self._signals.told
         self._restarts = self._make_restarts()  # of the service
-        self._service: list[Part] = []  # the coordinator first
+        self._coordinators: list[Part] = []  # of which one leads
+        self._servers: list[Part] = []
         self._learners: list[Learner] = []
         self._commit: int | None = None
         self._status_at, self._status = 0.0, ""
@@ -92,7 +95,7 @@ class Fleet:
             self._make_parts()
             say(
                 f"{count(len(self._learners), 'learner')} and "
-                f"{count(len(self._service) - 1, 'server')}, logs in "
+                f"{count(len(self._servers), 'server')}, logs in "
                 f"{self._logs.folder}"
             )
             try:
@@ -103,11 +106,15 @@ class Fleet:
 
     def _make_parts(self) -> None:
         commands, logs, heir = self._make(), self._logs, self._heir
-        service = [commands.coordinator, *commands.servers]
-        beats = [commands.beat, *(None for _ in commands.servers)]
-        self._service = [
-            Part(i, command, logs, heir, beat)
-            for i, (command, beat) in enumerate(zip(service, beats, strict=True))
+        coordinators = [commands.coordinator, *commands.standbys]
+        # Who stands by does not beat, and takes over from one that is stuck.
+        beat = None if commands.standbys else commands.beat
+        self._coordinators = [
+            Part(i, command, logs, heir, beat) for i, command in enumerate(coordinators)
+        ]
+        self._servers = [
+            Part(i, command, logs, heir)
+            for i, command in enumerate(commands.servers, start=len(coordinators))
         ]
         self._commit = last_commit(self._run)
         for number, command in enumerate(commands.learners):
@@ -126,6 +133,10 @@ class Fleet:
             first_delay=settings.first_delay,
             longest_delay=settings.longest_delay,
         )
+
+    @property
+    def _service(self) -> list[Part]:
+        return [*self._coordinators, *self._servers]
 
     # While it runs.
 
@@ -183,7 +194,10 @@ class Fleet:
         return None
 
     def _after_service(self, part: Part, ending: Ending) -> int | None:
-        is_alone = part is self._service[0] and ending.status != UNREACHABLE
+        # One of several may have been deposed; a server that has died is seen here.
+        is_alone = part in self._coordinators
+        if len(self._coordinators) == 1 and ending.status == UNREACHABLE:
+            is_alone = False
         restarting = "restarting it" if is_alone else "restarting the service"
         decision = self._decide(part, ending, self._restarts, restarting)
         if decision.status is not None:
@@ -281,7 +295,7 @@ class Fleet:
         learners = [_last_status(part) for part in self._learners]
         status = exit_codes.after_stop(learners, self._told[0])
         if status == PREEMPTED:  # what the learners saved is of use with the service's
-            everyone = [*learners, _last_status(self._service[0])]
+            everyone = [*learners, *map(_last_status, self._coordinators)]
             status = exit_codes.after_stop(everyone, self._told[0])
         self._logs.event("stop", signal=self._told[0], status=status)
         message = "not everyone saved; the run continues from the last checkpoint"
@@ -293,11 +307,11 @@ class Fleet:
         return status
 
     def _end_all(self) -> None:
-        """Ends the learners, then the coordinator, which saves, then the servers."""
+        """Ends the learners, then who coordinates, and saves, then the servers."""
         seconds = self._settings.grace_seconds
         self._end(self._learners, seconds + self._settings.spare_seconds)
-        self._end(self._service[:1], seconds)
-        self._end(self._service[1:], seconds)
+        self._end(self._coordinators, seconds)
+        self._end(self._servers, seconds)
 
     def _end(self, parts: Sequence[Part], seconds: float) -> None:
         for part in parts:

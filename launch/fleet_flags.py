@@ -63,6 +63,19 @@ def add(parser: argparse.ArgumentParser, *, is_on_hosts: bool = True) -> None:
         metavar="N",
         help="commits between two checkpoints of the service; default: that of serve",
     )
+    if not is_on_hosts:
+        group.add_argument(
+            "--coordinators",
+            type=int,
+            metavar="K",
+            help="of that service: one leads, the others stand by; default: 1",
+        )
+        group.add_argument(
+            "--store",
+            metavar="URL",
+            help="etcd://HOST:PORT[,...]/PREFIX: where they keep the log; required for "
+            "several; each run needs a prefix of its own",
+        )
     if is_on_hosts:
         group.add_argument(
             "--service-host",
@@ -75,15 +88,23 @@ def add(parser: argparse.ArgumentParser, *, is_on_hosts: bool = True) -> None:
 def is_given(args: argparse.Namespace) -> bool:
     """Returns whether a fleet is to be launched; checks its flags."""
     if args.learners is None:
-        for name in ("servers", "each", "save_commits", "service_host", "token_secret"):
+        for name in (
+            *("servers", "coordinators", "store", "each", "save_commits"),
+            *("service_host", "token_secret"),
+        ):
             if getattr(args, name, None):
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} needs --learners; add it, or leave both out")
         return False
-    for name in ("learners", "servers", "save_commits"):
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+    for name in ("learners", "servers", "save_commits", "coordinators"):
+        value, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be >= 1, got {value}")
+    if (getattr(args, "coordinators", None) or 1) > 1 and args.store is None:
+        raise ValueError(
+            f"--coordinators {args.coordinators} without --store: several coordinators "
+            "keep their log in etcd; add --store etcd://HOST:PORT/PREFIX"
+        )
     if args.command[0] != "train":
         raise ValueError(
             f"--learners starts several trainings, but the command is "
@@ -136,7 +157,10 @@ def launch(
     host = LOOPBACK
     if set(hosts) - {local_host()}:
         host = service_host(args.service_host)
-    address = f"{host}:{free_port(set())}"
+    ports: set[int] = set()
+    for _ in range(getattr(args, "coordinators", None) or 1):
+        ports.add(free_port(ports))
+    address = ",".join(f"{host}:{port}" for port in sorted(ports))
     each_of(args)  # raises before anything is written
     settings = FleetSettings(
         processes=processes,
@@ -187,18 +211,19 @@ def make_commands(
     """Returns the commands of a fleet; makes the folders that they need.
 
     Args:
-      address: host:port of the coordinator.
+      address: host:port of the coordinator; those of several with commas.
     """
     num_servers, more = args.servers or 1, each_of(args)
     home, token = _make_home(run), _make_token(run)
     # The service computes on the CPU, and must not take a learner's devices.
     env = {"PYTHONUNBUFFERED": "1", **os.environ, "JAX_PLATFORMS": "cpu"}
     serve = [*PROGRAM, "serve", "--token-file", str(token), "--role"]
-    coordinator = [*serve, "coordinator", "--bind", address, "--folder", str(home)]
-    coordinator += ["--servers", str(num_servers)]
+    coordinator = [*serve, "coordinator", "--folder", str(home)]
+    coordinator += ["--servers", str(num_servers), *given(args, "store")]
     if args.save_commits is not None:
         coordinator += ["--save-every", str(args.save_commits)]
-    host = address.rpartition(":")[0]
+    addresses = address.split(",")
+    host = addresses[0].rpartition(":")[0]
     server = [*serve, "server", "--bind", f"{host}:0", "--coordinator", address]
     servers = [
         Command(f"server {n}", [*server, "--folder", str(home / f"server-{n}")], env)
@@ -214,8 +239,15 @@ def make_commands(
         argv += ["--set", f"exchange.token_file={str(token)!r}", *more[number]]
         variables = {"PYTHONUNBUFFERED": "1", **os.environ, **share.env}
         learners.append(Command(f"learner {number}", argv, variables))
-    center = Command("coordinator", coordinator, env)
-    return Commands(center, servers, learners, beat=home / "address")
+    names = ["coordinator"]
+    if len(addresses) > 1:
+        names = [f"coordinator {n}" for n in range(len(addresses))]
+    center, *standbys = (
+        Command(name, [*coordinator, "--bind", bind], env)
+        for name, bind in zip(names, addresses, strict=True)
+    )
+    beat = home / "address"
+    return Commands(center, servers, learners, beat=beat, standbys=standbys)
 
 
 def each_of(args: argparse.Namespace) -> list[list[str]]:
@@ -240,7 +272,7 @@ def _supervision(args: argparse.Namespace) -> list[str]:
 
 def given(args: argparse.Namespace, name: str) -> list[str]:
     """Returns a flag as it was given to us, for another `meshloom launch`."""
-    value = getattr(args, name)
+    value = getattr(args, name, None)
     return [] if value is None else [f"--{name.replace('_', '-')}={value}"]
 
 

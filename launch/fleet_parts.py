@@ -15,7 +15,7 @@ from .restarts import Restarts
 from .target import Command
 from .workers import Heir, Worker
 
-COORDINATOR = "coordinator"  # its name
+COORDINATOR = "coordinator"  # its name, or with a number that of one of several
 STATUS = re.compile(rb"meshloom serve: .* rounds/s, learners \d+/\d+ ")
 
 
@@ -186,12 +186,14 @@ class Commands:
 
     Attributes:
       beat: a file that the coordinator touches while it works.
+      standbys: coordinators that may lead in its place.
     """
 
     coordinator: Command
     servers: Sequence[Command]
     learners: Sequence[Command]
     beat: Path | None = None
+    standbys: Sequence[Command] = ()
 
 
 class FleetLogs(Logs):
@@ -207,7 +209,7 @@ class FleetLogs(Logs):
 
     def _new_lines(self, name: str) -> bytes:
         lines = super()._new_lines(name)
-        if name == COORDINATOR:  # its status is in ours
+        if name.startswith(COORDINATOR):  # its status is in ours
             kept = (x for x in lines.splitlines(True) if not STATUS.search(x))
             return b"".join(kept)
         if self._is_single and name.startswith("learner "):

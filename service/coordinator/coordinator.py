@@ -19,7 +19,7 @@ from .history import make_history
 from .job import Job
 from .log import Log
 from .servers import RemoteServer, ServerGroup
-from .settings import Settings, Surroundings
+from .settings import Say, Settings, Surroundings
 from .spec import JobSpec, check_same, parse_spec
 from .status import Registered
 
@@ -54,7 +54,7 @@ class Coordinator:
         settings: Settings,
         connect: Callable[[str, str], RemoteServer],
         clock: Callable[[], float],
-        say: Callable[[str], None],
+        say: Say,
         log: Log | None = None,
         reached: Callable[[str], None] = lambda point: None,
     ):
@@ -108,7 +108,8 @@ class Coordinator:
             self._changed.notify_all()
         if known is None:
             need = f"; waiting for {missing} more" if missing > 0 else ""
-            self._say(f"server {name} is here{need}")
+            about = {"server": name, "address": address}
+            self._say(f"server {name} is here{need}", "server_joined", **about)
         self._take_up_jobs()
         lease = self._settings.lease_seconds
         return {"lease_seconds": lease, "term": self._log.term}
@@ -254,7 +255,7 @@ class Coordinator:
             drivers = list(self._drivers.values())
         for name, registered in gone.items():
             reason = f"server {name} is lost: not heard of for {limit:g} s"
-            self._say(reason)
+            self._say(reason, "server_lost", server=name)
             for driver in drivers:
                 if name in driver.job.servers.names:
                     driver.fail(reason)
@@ -346,7 +347,8 @@ class Coordinator:
                 reason += f". {remedy}, then start the service again"
             self._fail(reason, must_fix=remedy is not None)
             raise Unavailable(reason) from error
-        self._say(f"{spec.job}: opened for {spec.num_learners} learners")
+        text = f"{spec.job}: opened for {spec.num_learners} learners"
+        self._say(text, "opened", job=spec.job, learners=spec.num_learners)
         return self._start(spec, group)
 
     def _start(self, spec: JobSpec, group: ServerGroup) -> Driver:
@@ -354,7 +356,7 @@ class Coordinator:
             folder=self._folder / spec.job,
             log=self._log,
             clock=self._clock,
-            say=self._say,
+            say=functools.partial(self._say, job=spec.job),
             settings=self._settings,
             reached=self._reached,
         )
@@ -368,7 +370,7 @@ class Coordinator:
         return ServerGroup(spec.job, spec.layout, servers, log.term, log.check)
 
     def _on_failure(self, job: str, message: str, must_fix: bool) -> None:
-        self._say(f"{job}: {message}")
+        self._say(f"{job}: {message}", "failed", job=job)
         self._fail(message, must_fix)
 
     def _fail(self, reason: str, must_fix: bool = False) -> None:

@@ -19,6 +19,7 @@ from ..wire.errors import OldTerm, Refused, Unavailable
 from . import disk, restoring
 from .cleaning import Cleaner
 from .job import Job
+from .log import Entry
 from .servers import ServerLost
 from .status import Watched
 
@@ -63,8 +64,21 @@ def cycle(job: Job, cleaner: Cleaner, requests: list[Request]) -> None:
     events = job.flush()
     for request, answer in answers:
         request.answer.set_result(answer)
+    saved = job.saved
     job.advance(events)
+    _record(job, events, saved)
     cleaner.clean_if_due()
+
+
+def _record(job: Job, entries: list[Entry], saved: int) -> None:
+    """Records who came and went, and the checkpoint after one of version `saved`."""
+    for entry in entries:
+        event = dict(entry.body.get("event", {}))
+        if (kind := event.pop("kind", None)) in ("Joined", "Left", "Stopped"):
+            del event["time"]
+            job.around.say("", kind.lower(), **event)
+    if job.saved > saved:
+        job.around.say("", "checkpoint", version=job.saved)
 
 
 class Driver:

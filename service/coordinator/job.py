@@ -387,7 +387,7 @@ class Job:
         self.around.log.append(self.spec.job, "finished", {"version": version})
         self.is_finished = True
         why = f": {self.stopped}" if self.stopped else ""
-        self.around.say(f"{self.spec.job}: done at version {version}{why}")
+        self.around.say(f"{self.spec.job}: done at version {version}{why}", "done")
 
     def _post(self) -> None:
         """Shows the learners their places; nobody goes before there are parameters."""

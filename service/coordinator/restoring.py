@@ -43,7 +43,8 @@ def load_again(job: Job) -> None:
     else:
         _roll_back(job, f"other servers than {', '.join(history.servers)} are here")
     job.is_held = True
-    job.around.say(f"{job.spec.job}: loaded again, for a learner that has returned")
+    text = f"{job.spec.job}: loaded again, for a learner that has returned"
+    job.around.say(text, "loaded", version=job.engine.version)
 
 
 def _read(job: Job) -> History:
@@ -78,7 +79,7 @@ def _roll_back(job: Job, reason: str) -> None:
     history, spec, say = _read(job), job.spec, job.around.say
     say(f"{spec.job}: {reason}; looking for its newest checkpoint")
     for fault in job.checkpoints.find()[1]:
-        say(f"{spec.job}: not usable as a checkpoint: {fault}")
+        say(f"{spec.job}: not usable as a checkpoint: {fault}", "unusable")
     for checkpoint in usable(job, history):
         version = checkpoint.version
         # In the log first: a kill during the load must not leave servers at a version
@@ -90,10 +91,12 @@ def _roll_back(job: Job, reason: str) -> None:
         try:
             _load(job, version)
         except Refused as error:
-            say(f"{spec.job}: version {version} cannot be loaded: {error}")
+            text = f"{spec.job}: version {version} cannot be loaded: {error}"
+            say(text, "unusable", version=version)
             continue
         lost = history.version - version
-        say(f"{spec.job}: continues from version {version}; {lost} commits abandoned")
+        text = f"{spec.job}: continues from version {version}; {lost} commits abandoned"
+        say(text, "rolled_back", version=version, abandoned=lost, reason=reason)
         _take_up(job, _read(job))
         return
     raise ValueError(

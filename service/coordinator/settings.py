@@ -3,9 +3,18 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .log import Log
+
+
+class Say(Protocol):
+    """Tells the user one line and records it as an event with fields.
+
+    Without a text it is only recorded.
+    """
+
+    def __call__(self, text: str, event: str = "note", **fields: Any) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +46,7 @@ class Surroundings:
     folder: Path
     log: Log
     clock: Callable[[], float]
-    say: Callable[[str], None]
+    say: Say
     settings: Settings
     reached: Callable[[str], None] = lambda point: None
 

@@ -53,7 +53,12 @@ def snapshot_of(job: Job, history: History, checkpoint: Checkpoint) -> Entry | N
     past = dataclasses.replace(history, entries=entries, incarnations={})
     shadow = _shadow(job, past)
     shadow.replay(past)
-    assert (shadow.engine.version, shadow.cut) == (version, cut), (version, cut)
+    if (found := (shadow.engine.version, shadow.cut)) != (version, cut):
+        raise ValueError(
+            f"the entries of the log up to {cut} lead to version {found[0]}, made by "
+            f"entry {found[1]}, but the checkpoint is of version {version}. The log "
+            "stays as it is; was it written by another version of meshloom?"
+        )
     gone = sum(entry["event"] <= cut for entry in history.abandoned)
     body = {
         "version": version,
@@ -84,7 +89,7 @@ def _shadow(job: Job, past: History) -> Job:
     """Returns a job that takes entries of the log again, and acts on nothing."""
     shadow = copy.copy(job)
     shadow.board, shadow.num_bytes = Board(), 0
-    shadow.around = dataclasses.replace(job.around, say=lambda text: None)
+    shadow.around = dataclasses.replace(job.around, say=lambda *_, **__: None)
     shadow.reset(past)
     if past.snapshot is not None:
         put_back(shadow, past.snapshot)

@@ -29,7 +29,7 @@ def take(engine: Engine) -> dict[str, Any]:
 def put_back(engine: Engine, data: dict[str, Any]) -> None:
     """Gives the state to an engine that was made with the same arguments."""
     for name, part in _parts(engine).items():
-        set_fields(part, data[name], _names(part), CLASSES)
+        set_fields(part, data.get(name, {}), _names(part), CLASSES)
 
 
 def _parts(engine: Engine) -> dict[str, object]:

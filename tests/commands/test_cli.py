@@ -64,7 +64,10 @@ FLAGS = {
     "serve": {"--bind", "--folder", "--role", "--coordinator", "--servers", "--once"}
     | {"--save-every", "--token-file", "--tls-ca", "--tls-cert", "--tls-key"}
     | {"--store", "--metrics", "--upstream", "ACTION"},
-    "launch local": SUPERVISED | FLEET | {"--processes", "--min-processes", "--cold"},
+    "launch local": SUPERVISED
+    | FLEET
+    | {"--coordinators", "--store"}
+    | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
     | FLEET
     | {"--service-host"}

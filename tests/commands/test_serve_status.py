@@ -17,7 +17,7 @@ from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel, Server
 from meshloom.trainer.cli import main
 from meshloom.trainer.commands import serve_status
-from meshloom.trainer.commands.serve import StatusLines
+from meshloom.trainer.commands.serve_events import StatusLines
 
 TOKEN = "secret"
 
@@ -33,7 +33,7 @@ class Service:
             settings=Settings(),
             connect=lambda n, a: RemoteServer(n, a, Channel(a, TOKEN)),
             clock=time.monotonic,
-            say=lambda line: None,
+            say=lambda *_, **__: None,
         )
         self.calls = Server(
             "127.0.0.1:0", self.coordinator.methods, token=TOKEN, num_threads=8

@@ -206,6 +206,7 @@ class House:
         self.servers = [FakeServer(f"s{i}", self.fate) for i in range(num_servers)]
         self.time = 100.0
         self.said: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.job: Job | None = None
         self.log: FatalLog | None = None
 
@@ -222,13 +223,18 @@ class House:
             folder=self.folder / self.spec.job,
             log=self.log,
             clock=lambda: self.time,
-            say=self.said.append,
+            say=self.say,
             settings=self.settings,
         )
         self.job = Job(self.spec, group, around)
         restoring.start(self.job)
         self.cleaner = Cleaner(self.job)
         return self.job
+
+    def say(self, text: str, event: str = "note", **fields: Any) -> None:
+        self.events.append((event, fields))
+        if text:
+            self.said.append(text)
 
     def stop(self) -> None:
         if self.log is not None:
@@ -358,7 +364,7 @@ def center(make_house, tmp_path, monkeypatch):
         settings=Settings(save_every=2),
         connect=lambda name, address: Remote(by_name[name]),  # type: ignore
         clock=lambda: now[0],
-        say=said.append,
+        say=lambda text, *_, **__: said.append(text) if text else None,
     )
     yield Center(coordinator, servers, said, now)
     coordinator.close()

@@ -1,5 +1,6 @@
 """A log whose oldest entries were removed: a restart finds the same as with all."""
 
+import dataclasses
 import json
 import re
 
@@ -7,7 +8,7 @@ import mortal_jobs
 import pytest
 from mortal_jobs import load_if_done, play_to_the_end
 
-from meshloom.service.coordinator import snapshots
+from meshloom.service.coordinator import cleaning, snapshots
 from meshloom.service.rounds import snapshot as engine_snapshot
 from meshloom.service.rounds.encoding import get_fields
 
@@ -211,6 +212,21 @@ def test_a_dry_run_removes_nothing(make_house, killed):
     (line,) = house.ask("clean")["found"]
     assert line.startswith("removed ") and f"run: {line}" in house.said
     assert house.ask("clean") == {"found": []}
+
+
+def test_a_log_that_leads_elsewhere_stays_as_it_is(make_house, killed, monkeypatch):
+    house = play(make(make_house, "house"), killed, Lazy)
+    before = house.log.read("run")
+    usable = cleaning.usable
+
+    def wrong(*arguments):
+        return [dataclasses.replace(c, cut=c.cut - 1) for c in usable(*arguments)]
+
+    monkeypatch.setattr(cleaning, "usable", wrong)
+    (line,) = house.ask("clean")["found"]
+    assert re.match("not everything was removed: the entries of the log up to ", line)
+    assert f"run: {line}" in house.said and house.log.read("run") == before
+    assert house.ask("save_now") == {"version": ROUNDS}  # it goes on
 
 
 def finished(make_house, killed):

@@ -106,7 +106,7 @@ def test_a_coordinator_that_was_deposed_answers_nothing(store):
         settings=Settings(),
         connect=lambda name, address: None,  # type: ignore
         clock=time.monotonic,
-        say=lambda line: None,
+        say=lambda *_, **__: None,
         log=Log(store, candidate.leadership),
     )
     assert {*coordinator.methods} == {*METHODS}

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 from fleets import RunningFleet
@@ -84,6 +85,25 @@ def test_a_coordinator_that_is_stopped_is_killed_and_restarted(tmp_path):
         (death,) = fleet.events("death")
         (start, *_) = fleet.events("start")
         assert death["time"] - start["time"] > 3  # it beat for so long before
+
+
+def test_one_of_several_coordinators_is_restarted_alone(tmp_path):
+    everyone = [f"seen/{name}.json" for name in (*FIRST, "coordinator-1-0")]
+    deposed = {"until": everyone, "end": 69}
+    plan = {"coordinator": [deposed, {"end": "wait"}], **LEARNERS}
+    plan["coordinator 1"] = [{"end": "wait"}]  # it stands by, and does not beat
+    with RunningFleet(tmp_path, plan, silent_seconds=0.5) as fleet:
+        fleet.until_seen(*FIRST, "coordinator-1-0", "coordinator-1")
+        (tmp_path / "beat").touch()
+        time.sleep(1.5)
+        fleet.process.send_signal(signal.SIGTERM)
+        assert fleet.status() == exit_codes.PREEMPTED
+        assert {n for n, k in fleet.starts().items() if k == 2} == {"coordinator"}
+        assert "2 learners and 2 servers" in fleet.stderr
+        # Who coordinates may need the servers to save.
+        told = fleet.order()
+        assert {*told[2:4]} == {"coordinator", "coordinator-1"}
+        assert {*told[4:]} == {"server-0", "server-1"}
 
 
 def test_it_gives_up_on_a_service_that_keeps_dying(tmp_path):

@@ -127,6 +127,28 @@ def test_only_the_user_can_read_the_token(fleet):
     assert token.read_text() != before
 
 
+def test_several_coordinators_keep_their_log_in_etcd(fleet, tmp_path):
+    url = "etcd://10.0.0.9:2379/x"
+    assert launch("local", "--learners", "1", "--coordinators", "3", "--store", url)
+    commands = fleet["commands"]
+    found = [commands.coordinator, *commands.standbys]
+    assert [c.name for c in found] == [f"coordinator {n}" for n in range(3)]
+    addresses = [value(words(command), "--bind") for command in found]
+    assert len({*addresses}) == 3
+    for command in found:
+        argv = words(command)
+        assert argv[0] == "serve" and value(argv, "--role") == "coordinator"
+        assert f"--store={url}" in argv
+        assert value(argv, "--folder") == str(tmp_path / "runs/x/service/log")
+    both = ",".join(addresses)
+    assert value(words(commands.servers[0]), "--coordinator") == both
+    ((_, train),) = learners(fleet)
+    assert value(train, "--exchange") == f"{both}/x"
+    launch("local", "--learners", "1", "--store", url)  # for an elected one alone
+    assert fleet["commands"].coordinator.name == "coordinator"
+    assert not fleet["commands"].standbys
+
+
 def test_gpus_are_divided_among_the_learners(fleet, monkeypatch):
     monkeypatch.setenv(gpus.VARIABLE, "0,1,2,3")
     launch("local", "--learners", "2")
@@ -191,6 +213,12 @@ def test_a_slurm_job_runs_a_fleet_on_its_first_node(fleet, capfd):
     [
         ("local -- train", "--processes is required without --learners"),
         ("local --processes 1 --servers 2 -- train", "--servers needs --learners"),
+        ("local --coordinators 2 -- train", "--coordinators needs --learners"),
+        ("local --learners 1 --coordinators 0 -- train", "--coordinators must be >= 1"),
+        (
+            "local --learners 1 --coordinators 2 -- train",
+            "--coordinators 2 without --store: several coordinators keep their log in",
+        ),
         ("local --processes 1 --each 0 -- train", "--each needs --learners"),
         ("local --learners 0 -- train", "--learners must be >= 1, got 0"),
         ("local --learners 2 --servers 0 -- train", "--servers must be >= 1, got 0"),

@@ -42,6 +42,11 @@ def final(service: Service, job: str = "run") -> dict:
     return json.loads((service.home() / job / "final.json").read_text())
 
 
+def events_of(service: Service, folder: str = "service") -> list[dict]:
+    text = (service.home(folder) / "events.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def test_two_jobs_share_one_service_and_do_not_meet(service):
     process = service.start("--once")
     jobs = [[Learner(service, i, job) for i in range(2)] for job in ("one", "two")]
@@ -100,6 +105,14 @@ def test_cleaning_removes_old_entries_and_the_blocks_of_a_finished_job(service, 
         learners[0].pull(NUM_ROUNDS)
     learners[0].join()
     np.testing.assert_allclose(learners[0].pull(NUM_ROUNDS), expected(), rtol=1e-6)
+    events = events_of(service)
+    assert {row["role"] for row in events} == {"coordinator"}
+    told = ("started", "server_joined", "opened", "joined", "left", "cleaned", "loaded")
+    assert {*told, "done", "checkpoint"} <= {row["event"] for row in events}
+    joined = [row for row in events if row["event"] == "joined"]
+    who = [(row["job"], row["learner"], row["incarnation"]) for row in joined]
+    assert who == [("run", 0, 1), ("run", 1, 1), ("run", 0, 2)]
+    assert [row["event"] for row in events_of(service, "s0")] == ["started"]
 
 
 def test_kill_9_of_everything_continues_from_the_checkpoint(service):

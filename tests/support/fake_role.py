@@ -27,7 +27,7 @@ from meshloom.launch import progress_file
 
 def main(folder: Path, name: str, actions: list[dict]) -> int:
     seen = folder / "seen"
-    start = len(list(seen.glob(f"{name}-*.json")))
+    start = len(list(seen.glob(f"{name}-[0-9].json")))
     action = actions[min(start, len(actions) - 1)]
     signal.signal(signal.SIGTERM, lambda *_: leave(folder, name, action))
     pids = [os.getpid()]

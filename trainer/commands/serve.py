@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED, Unreachable
@@ -17,6 +16,7 @@ from ..job.fault_points import reached_of
 from . import serve_clean, serve_merger, serve_status
 from .devices import quiet_grpc
 from .flags import command
+from .serve_events import Events, StatusLines
 from .service_access import add_access_flags, read_token, tls_of
 
 if TYPE_CHECKING:
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 
 ROLES = ("both", "coordinator", "server")
 WATCH_SECONDS = 0.5
-STATUS_SECONDS = 15.0
 REPEAT_SECONDS = 1.0  # a second signal within this time counts as the first
 # Coordinator and servers are started together, in any order.
 REGISTER_SECONDS = 60.0
 # How long a server that is told to stop answers a coordinator that still saves.
 LINGER_SECONDS = 30.0
-FULL = (errno.ENOSPC, errno.EDQUOT)
 WILDCARDS = ("0.0.0.0", "[::]", "")
 
 
@@ -105,14 +103,17 @@ def run(args: argparse.Namespace) -> int:
     address_file = args.folder / "address"
     if args.store is None:  # otherwise it may be that of another coordinator
         address_file.unlink(missing_ok=True)  # of a process that was killed
+    # Of several coordinators only the one that leads writes into the folder.
+    role = args.role if args.upstream is None else "merger"
+    events = Events(role, args.folder if args.store is None else None)
     with StopSignals(REPEAT_SECONDS) as signals:
         if args.upstream is not None:
-            return serve_merger.run(args, address_file, signals, token, tls, say=_say)
+            return serve_merger.run(args, address_file, signals, events, token, tls)
         if args.role == "server":
-            return _serve_blocks(args, address_file, signals, token, tls)
+            return _serve_blocks(args, address_file, signals, events, token, tls)
         if args.store is not None:
-            return _stand_by(args, address_file, signals, token, tls)
-        return _coordinate(args, address_file, signals, token, tls)
+            return _stand_by(args, address_file, signals, events, token, tls)
+        return _coordinate(args, address_file, signals, events, token, tls)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -147,7 +148,9 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} must be >= 1, got {value}")
 
 
-def _make_coordinator(args: argparse.Namespace, token, tls, log=None) -> "Coordinator":
+def _make_coordinator(
+    args: argparse.Namespace, events: Events, token, tls, log=None
+) -> "Coordinator":
     from ...service.coordinator.coordinator import Coordinator
     from ...service.coordinator.servers import RemoteServer
     from ...service.coordinator.settings import Settings
@@ -161,14 +164,16 @@ def _make_coordinator(args: argparse.Namespace, token, tls, log=None) -> "Coordi
         settings=Settings(save_every=args.save_every),
         connect=lambda n, a: RemoteServer(n, a, Channel(a, token, tls)),
         clock=lambda: time.monotonic() + offset,
-        say=_say,
+        say=events.say,
         log=log,
         reached=reached_of(os.environ),
     )
 
 
 @contextlib.contextmanager
-def _metrics(args: argparse.Namespace, coordinator=None, blocks=None) -> Iterator[None]:
+def _metrics(
+    args: argparse.Namespace, events: Events, coordinator=None, blocks=None
+) -> Iterator[None]:
     """Answers Prometheus, if --metrics is given.
 
     Args:
@@ -192,7 +197,7 @@ def _metrics(args: argparse.Namespace, coordinator=None, blocks=None) -> Iterato
         return found
 
     server = MetricsServer(args.metrics, collect)
-    _say(f"metrics at http://{server.address}/metrics")
+    events.say(f"metrics at http://{server.address}/metrics")
     try:
         yield
     finally:
@@ -200,11 +205,16 @@ def _metrics(args: argparse.Namespace, coordinator=None, blocks=None) -> Iterato
 
 
 def _coordinate(
-    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
+    args: argparse.Namespace,
+    address_file: Path,
+    signals: StopSignals,
+    events: Events,
+    token,
+    tls,
 ) -> int:
     from ...service.wire.calls import Server
 
-    coordinator = _make_coordinator(args, token, tls)
+    coordinator = _make_coordinator(args, events, token, tls)
     calls = blocks = None
     try:
         calls = Server(args.bind, coordinator.methods, {}, token, tls)
@@ -213,9 +223,10 @@ def _coordinate(
         if args.role == "both":
             blocks = _make_server(f"{host}:0", address, token, tls)
         replace_text(address_file, address + "\n")
-        _say(f"{args.role} at {address}, folder {args.folder}")
-        with _metrics(args, lambda: coordinator, blocks):
-            return _watch(coordinator, signals, args.once, address_file)
+        text = f"{args.role} at {address}, folder {args.folder}"
+        events.say(text, "started", address=address)
+        with _metrics(args, events, lambda: coordinator, blocks):
+            return _watch(coordinator, signals, events, args.once, address_file)
     finally:
         address_file.unlink(missing_ok=True)
         coordinator.close()
@@ -225,7 +236,12 @@ def _coordinate(
 
 
 def _stand_by(
-    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
+    args: argparse.Namespace,
+    address_file: Path,
+    signals: StopSignals,
+    events: Events,
+    token,
+    tls,
 ) -> int:
     """Coordinates once this process is elected, until it leads no longer."""
     from ...service.coordinator.front import Front, stand_by
@@ -240,21 +256,22 @@ def _stand_by(
     calls = Server(args.bind, front.methods, {}, token, tls)
     address = f"{args.bind.rpartition(':')[0]}:{calls.port}"
     try:
-        with _metrics(args, lambda: front.coordinator):
+        with _metrics(args, events, lambda: front.coordinator):
             leadership = stand_by(
                 *(store, address, url.lease_seconds, front),
                 is_told=lambda: bool(signals.told),
-                say=_say,
+                say=events.say,
             )
             if leadership is None:
                 return PREEMPTED
             log = Log(store, leadership)
-            front.coordinator = _make_coordinator(args, token, tls, log)
+            events.write_to(args.folder)
+            front.coordinator = _make_coordinator(args, events, token, tls, log)
             replace_text(address_file, address + "\n")
-            _say(
-                f"coordinator at {address} leads, term {log.term}, folder {args.folder}"
-            )
-            return _watch(front.coordinator, signals, args.once, address_file)
+            text = f"coordinator at {address} leads, term {log.term}, folder "
+            about = {"address": address, "term": log.term}
+            events.say(f"{text}{args.folder}", "leads", **about)
+            return _watch(front.coordinator, signals, events, args.once, address_file)
     except Deposed as error:
         raise Unreachable(str(error)) from error
     finally:
@@ -267,7 +284,11 @@ def _stand_by(
 
 
 def _watch(
-    coordinator: "Coordinator", signals: StopSignals, once: bool, address_file: Path
+    coordinator: "Coordinator",
+    signals: StopSignals,
+    events: Events,
+    once: bool,
+    address_file: Path,
 ) -> int:
     """Waits for the end: a signal, a failure, or that all jobs are done.
 
@@ -281,19 +302,24 @@ def _watch(
         if (failure := coordinator.failure) is not None:
             raise ValueError(failure) if coordinator.must_fix else Unreachable(failure)
         if once and coordinator.is_over():
-            _say("all jobs are done")
+            events.say("all jobs are done", "finished")
             return DONE
         for line in status.lines(coordinator.status({})["jobs"]):
-            _say(line)
+            events.say(line, "status")
         time.sleep(WATCH_SECONDS)
-    _say("asked to stop: saving")
+    events.say("asked to stop: saving", "stop", signal=signals.told[0])
     for line in coordinator.stop("the service was asked to stop; it will continue"):
-        _say(line)
+        events.say(line, "saved")
     return PREEMPTED
 
 
 def _serve_blocks(
-    args: argparse.Namespace, address_file: Path, signals: StopSignals, token, tls
+    args: argparse.Namespace,
+    address_file: Path,
+    signals: StopSignals,
+    events: Events,
+    token,
+    tls,
 ) -> int:
     from ...service.wire.coordinators import reach
     from ...service.wire.errors import Unavailable
@@ -301,10 +327,12 @@ def _serve_blocks(
     server = _make_server(args.bind, args.coordinator, token, tls, signals)
     try:
         replace_text(address_file, server.address + "\n")
-        _say(f"server at {server.address}, coordinator {args.coordinator}")
-        with _metrics(args, blocks=server):
+        text = f"server at {server.address}, coordinator {args.coordinator}"
+        events.say(text, "started", address=server.address)
+        with _metrics(args, events, blocks=server):
             while not signals.told:
                 time.sleep(WATCH_SECONDS)
+        events.say("", "stop", signal=signals.told[0])
         # The coordinator may have been told too, and needs the servers to save.
         channel = reach(args.coordinator, token, tls)
         deadline = time.monotonic() + LINGER_SECONDS
@@ -349,50 +377,3 @@ def _make_server(
                     f"the coordinator {coordinator} does not answer: {error}"
                 ) from error
             time.sleep(WATCH_SECONDS)
-
-
-_COUNTS = ("version", "learners", "num_learners", "waiting", "bytes")
-
-
-class StatusLines:
-    """One line about each job that moves, a few times a minute."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
-        self._shown: dict[str, tuple[float, dict[str, Any]]] = {}
-
-    def lines(self, jobs: dict[str, dict[str, Any]]) -> list[str]:
-        """Returns what is to be shown now."""
-        now, found = self._clock(), []
-        for name, status in jobs.items():
-            if "version" not in status:
-                continue  # it waits for servers
-            figures = {"state": status["state"]}
-            figures |= {count: status.get(count, 0) for count in _COUNTS}
-            then, before = self._shown.get(name, (now, None))
-            if before is None:
-                self._shown[name] = now, figures
-            elif now - then >= STATUS_SECONDS:
-                self._shown[name] = now, figures
-                if figures != before:
-                    found.append(_status_line(name, before, figures, now - then))
-        return found
-
-
-def _status_line(name: str, before: dict, now: dict, seconds: float) -> str:
-    rounds = (now["version"] - before["version"]) / seconds
-    moved = (now["bytes"] - before["bytes"]) / seconds
-    return (
-        f"{name}: {now['state']}, version {now['version']}, {rounds:.2g} rounds/s, "
-        f"learners {now['learners']}/{now['num_learners']} "
-        f"({now['waiting']} waiting), {moved / 1e6:.3g} MB/s"
-    )
-
-
-def _say(text: str) -> None:
-    """Writes a line to stdout at once, also into a pipe or from several threads."""
-    try:
-        os.write(1, f"meshloom serve: {text}\n".encode())
-    except OSError as error:
-        if error.errno not in FULL:  # or a log on a full disk would end the service
-            raise

@@ -3,13 +3,13 @@
 import argparse
 import os
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 from ...launch.atomic_file import replace_text
 from ...launch.exit_codes import DONE, PREEMPTED
 from ...launch.stop_signals import StopSignals
+from .serve_events import Events
 
 LOOK_SECONDS = 0.5
 # Flags of those who hold parameters or decide, and what they are without being given.
@@ -35,10 +35,9 @@ def run(
     args: argparse.Namespace,
     address_file: Path,
     signals: StopSignals,
+    events: Events,
     token,
     tls,
-    *,
-    say: Callable[[str], None],
 ) -> int:
     """Serves until told to stop; with --once, until its learners are done."""
     from ...service.merger.merger import MergerProcess
@@ -53,12 +52,13 @@ def run(
     )
     try:
         replace_text(address_file, merger.address + "\n")
-        say(f"merger at {merger.address}, upstream {args.upstream}")
+        text = f"merger at {merger.address}, upstream {args.upstream}"
+        events.say(text, "started", address=merger.address)
         while not signals.told:
             if address_file.exists():  # you may have deleted it
                 os.utime(address_file)
             if args.once and merger.merger.is_over():
-                say("all learners are done")
+                events.say("all learners are done", "finished")
                 return DONE
             time.sleep(LOOK_SECONDS)
         return PREEMPTED
