@@ -112,7 +112,8 @@ class Learner:
             connect=lambda opened: make_mover(
                 self._config.job, self._layout, opened["servers"], connect
             ),
-            codec=self._config.codec,
+            push=self._config.push_codec,
+            pull=self._config.pull_codec,
             seed=config.seed,
             on_wait=on_wait,
         )
@@ -126,7 +127,8 @@ class Learner:
             f"Learner {config.learner} of {config.learners} in job {config.job!r} at "
             f"{config.address}, mode {config.mode}: "
             f"{self.policy.local_steps} local steps per exchange of "
-            f"{len(self._layout.blocks)} blocks, sent as {self._config.codec}"
+            f"{len(self._layout.blocks)} blocks, sent as {self._config.push_codec} "
+            f"and received as {self._config.pull_codec}"
         )
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 from ...service.blocks.box import Box
 from ...service.blocks.layout import Layout, make_layout
 from ...service.learner import shards
-from ...service.learner.compression import Compressor, push_share
+from ...service.learner.compression import Compressor, packed_share
 from ...service.rounds.cluster import Cluster, Outcome
 from ...service.rounds.events import Commit, Release
 from ...service.rounds.leases import from_ranges
@@ -181,14 +181,19 @@ class Training:
     """The `Work` of a simulation: one mode with real numerics."""
 
     def __init__(
-        self, task: Task, policy: Policy, num_points: int, codec: Codec = PLAIN
+        self,
+        task: Task,
+        policy: Policy,
+        num_points: int,
+        push: Codec = PLAIN,
+        pull: Codec = PLAIN,
     ):
         """Args:
-        codec: how learners pack what they send.
+        push, pull: how learners pack what they send, and servers what they publish.
         """
         self._task, self._policy = task, policy
         self._layout = task.make_layout(policy)
-        self._compressor = Compressor(codec, self._layout)
+        self._compressor = Compressor(push, self._layout)
         self._residuals: dict[int, shards.Arrays] = {}
         config = SimpleNamespace(
             exchange=SimpleNamespace(policy=policy),
@@ -201,7 +206,7 @@ class Training:
             "policy": policy.to_json(),
             "layout": self._layout.to_json(),
             "update": update_spec(config),
-            "compression": {"push": str(codec)},
+            "compression": {"push": str(push), "pull": str(pull)},
         }
         self._store = BlockStore(spec, make_update=make_update)
         leaves = [np.array(x) for x in jax.tree.leaves(task.initial.params)]
@@ -355,29 +360,34 @@ def compare(
 
     Args:
       config: of a run; `num_steps` is the number of local steps of each learner, and
-        its exchange says how they compress what they send; the sync that others are
-        compared with does not.
+        its exchange says how they compress what they send and receive; the sync that
+        others are compared with does not.
       cluster: learners and links. Its `param_bytes` says what is simulated, which
         need not be the size of the model.
     """
     task = Task(config, len(cluster.step_seconds))
     num_steps: int = config.num_steps
     rounds = {mode: p.num_rounds(num_steps) for mode, p in policies.items()}
-    codec: Codec = config.exchange.codec
+    push: Codec = config.exchange.push_codec
+    pull: Codec = config.exchange.pull_codec
 
-    def run(policy: Policy, num_rounds: int, codec: Codec) -> tuple:
-        training = Training(task, policy, num_points, codec)
-        share = push_share(task.make_layout(policy), codec)
-        links = dataclasses.replace(cluster, push_share=share)
+    def run(policy: Policy, num_rounds: int, push: Codec, pull: Codec) -> tuple:
+        training = Training(task, policy, num_points, push, pull)
+        layout = task.make_layout(policy)
+        links = dataclasses.replace(
+            cluster,
+            push_share=packed_share(layout, push),
+            pull_share=packed_share(layout, pull),
+        )
         outcome = simulate(policy, links, num_rounds, work=training)
         training.note(outcome.seconds)
         return training.points, outcome, _flat(training.shared())
 
     runs = {}
-    if REFERENCE not in policies or not codec.is_plain:
-        runs[None] = run(Policy(), num_steps, PLAIN)
+    if REFERENCE not in policies or not (push.is_plain and pull.is_plain):
+        runs[None] = run(Policy(), num_steps, PLAIN, PLAIN)
     for mode, policy in policies.items():
-        runs[mode] = run(policy, rounds[mode], codec)
+        runs[mode] = run(policy, rounds[mode], push, pull)
     points, _, reference = runs.get(None) or runs[REFERENCE]
     target = TARGET * points[-1].loss
     results = []

@@ -225,8 +225,15 @@ class Replayer:
             self._stage(round.key, learner.compute(round))
             self.num_computed += 1
 
-    def _read(self, version: int, buffers: shards.Host, fragment: int | None) -> int:
+    def _read(
+        self,
+        version: int,
+        buffers: shards.Host,
+        fragment: int | None,
+        base: shards.Host,
+    ) -> int:
         """Fills buffers like a learner that pulls; a fragment only with its blocks."""
+        del base
         for (leaf, box), buffer in buffers.items():
             for block, _, part in pieces(self._layout, leaf, box):
                 if fragment in (None, self._layout.fragment_of(block)):
@@ -257,7 +264,7 @@ class _Replayed:
         self._prepared: Prepared = prepare(config, devices)
         self._exchanged = Exchanged(self._prepared, config.exchange)
         self._policy, self._layout = policy, layout
-        self._compressor = Compressor(config.exchange.codec, layout)
+        self._compressor = Compressor(config.exchange.push_codec, layout)
         self._merging = Merging(self._exchanged, layout, read, policy.mix)
         self._state: State | None = None
         # States after these steps are needed again, by a later incarnation.
