@@ -17,7 +17,7 @@ from meshloom.trainer.config import files as config_files
 from meshloom.trainer.record import metrics
 from meshloom.trainer.record.ledger import Ledger
 from meshloom.trainer.run.train import Config
-from meshloom.trainer.verify.compare import Task
+from meshloom.trainer.verify.compare_task import Task
 
 
 class Judge:

@@ -118,8 +118,11 @@ class Compressor:
             yield Piece(block, slab, box.start, packed)
 
 
-def push_share(layout: Layout, codec: Codec) -> float:
-    """Returns the bytes of a contribution of one device, relative to float32."""
+def packed_share(layout: Layout, codec: Codec) -> float:
+    """Returns the bytes of all blocks, each packed as one piece, relative to float32.
+
+    So much a learner of one device sends, or receives of one change.
+    """
     boxes = [slab.box for block in layout.blocks for slab in block.slabs]
     return sum(map(codec.nbytes, boxes)) / sum(map(PLAIN.nbytes, boxes))
 

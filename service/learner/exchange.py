@@ -93,7 +93,7 @@ class Exchange:
       group: the processes of this learner, see trainer/job/group.py. No one else may
         use it: rounds end in a thread.
       connect: makes the Mover, given the coordinator's answer about the servers.
-      codec: how contributions are packed.
+      push, pull: how contributions are packed, and changes of the parameters.
       seed: for the random waits of `half-sync`.
       on_wait: called every few seconds while the caller waits for others.
 
@@ -110,7 +110,8 @@ class Exchange:
         policy: Policy,
         *,
         connect: Callable[[Mapping[str, Any]], Mover],
-        codec: Codec = PLAIN,
+        push: Codec = PLAIN,
+        pull: Codec = PLAIN,
         seed: int = 0,
         on_wait: Callable[[], None] = lambda: None,
     ):
@@ -119,7 +120,8 @@ class Exchange:
         self._seed, self._on_wait = seed, on_wait
         self._attached = Attachment(client, group, connect)
         self._merging = Merging(parameters, layout, self._read, policy.mix)
-        self._layout, self._compressor = layout, Compressor(codec, layout)
+        self._layout, self._compressor = layout, Compressor(push, layout)
+        self._pulls_changes = not pull.is_plain
         self._incarnation, self._pulled = 0, 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "exchange")
         self._pending: concurrent.futures.Future[Outcome] | None = None
@@ -322,9 +324,12 @@ class Exchange:
                     raise
                 self._on_wait()
 
-    def _read(self, version: int, buffers: Host, fragment: int | None) -> int:
+    def _read(
+        self, version: int, buffers: Host, fragment: int | None, base: Host
+    ) -> int:
         assert self._attached.mover is not None
-        return self._attached.mover.pull(version, buffers, fragment)
+        known = base if self._pulls_changes else None
+        return self._attached.mover.pull(version, buffers, fragment, known)
 
     def _push(self, sent: Sequence[Piece], round: int) -> int:
         assert self._attached.mover is not None

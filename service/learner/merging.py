@@ -15,7 +15,8 @@ from . import shards
 from .shards import Arrays, Host
 
 # Fills buffers with a version, of one fragment or (None) of all; returns the bytes.
-Read = Callable[[int, Host, int | None], int]
+# The last argument is every element as it was read last.
+Read = Callable[[int, Host, int | None, Host], int]
 
 
 class Parameters(Protocol):
@@ -47,9 +48,12 @@ class Merging:
         self._base: Host = {}  # every element as of its last merge
 
     def fetch(self, version: int, fragment: int | None) -> tuple[Host, int]:
-        """Reads a version, and returns it with the number of bytes read."""
+        """Reads a version, and returns it with the number of bytes read.
+
+        It must be merged before another one is read.
+        """
         buffers = self._buffers(fragment)
-        return buffers, self._read(version, buffers, fragment)
+        return buffers, self._read(version, buffers, fragment, self._base)
 
     def replace(self, state: Any, fetched: Host) -> Any:
         """Returns the state with all parameters of a version that was fetched."""

@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..blocks.box import Box
+from ..blocks.dtypes import dtype_of
 from ..blocks.layout import Layout
 from ..blocks.pieces import pieces
 from ..wire.calls import Channel
+from ..wire.changes import Wanted
 from ..wire.errors import Unavailable
 from . import shards
 from .shards import Host, Piece
@@ -37,6 +38,7 @@ class Mover:
     ):
         self._job, self._layout = job, layout
         self._owners, self._channels, self._reached = owners, channels, reached
+        self._pulled: dict[int, int] = {}  # the version of each block
         self._threads = concurrent.futures.ThreadPoolExecutor(
             max(len(channels), 1), thread_name_prefix="mover"
         )
@@ -61,24 +63,46 @@ class Mover:
 
         return self._at_all(send, parts)
 
-    def pull(self, version: int, buffers: Host, fragment: int | None = None) -> int:
+    def pull(
+        self,
+        version: int,
+        buffers: Host,
+        fragment: int | None = None,
+        base: Host | None = None,
+    ) -> int:
         """Fills the buffers with a version; returns the bytes received.
 
         Args:
           fragment: only the blocks of this fragment; None for all.
+          base: everything as it was pulled last, to receive what has changed since;
+            None or empty to receive all elements.
         """
-        views: dict[str, dict[tuple[int, Box], Any]] = {}
+        wanted: dict[str, list[Wanted]] = {}
+        blocks: set[int] = set()
         for (leaf, box), buffer in buffers.items():
+            dtype = dtype_of(self._layout.leaves[leaf].dtype)
             for block, _, part in pieces(self._layout, leaf, box):
-                if fragment in (None, self._layout.fragment_of(block)):
-                    view = buffer[part.slices(box)]
-                    views.setdefault(self._owners[block], {})[leaf, part] = view
+                if fragment not in (None, self._layout.fragment_of(block)):
+                    continue
+                # The dots keep an array without dimensions an array.
+                index = (*part.slices(box), ...)
+                want = Wanted(leaf, part, dtype, buffer[index])
+                if base:
+                    old, have = base[leaf, box][index], self._pulled[block]
+                    want = want._replace(old=old, have=have)
+                wanted.setdefault(self._owners[block], []).append(want)
+                blocks.add(block)
 
         def receive(server: str) -> int:
-            into = views[server]
-            return self._channels[server].pull(self._job, version, list(into), into)
+            channel, parts = self._channels[server], wanted[server]
+            if base:
+                return channel.pull_changes(self._job, version, parts)
+            into = {(w.leaf, w.box): w.into for w in parts}
+            return channel.pull(self._job, version, list(into), into)
 
-        return self._at_all(receive, views)
+        nbytes = self._at_all(receive, wanted)
+        self._pulled |= dict.fromkeys(blocks, version)
+        return nbytes
 
     def _at_all(self, work: Callable[[str], int], servers: Mapping[str, Any]) -> int:
         futures = [self._threads.submit(_retried, work, name) for name in servers]

@@ -51,7 +51,7 @@ class MergedJob:
         self.name = str(spec["job"])
         self.layout = Layout.from_json(spec["layout"])
         self._policy = Policy.from_json(spec["policy"])
-        self.push_codec = codecs.of_job(spec)
+        self.push_codec = codecs.of_job(spec, "push")
         blocks = range(len(self.layout.blocks))
         self.staging = Staging(self.name, self.layout, blocks, Pool())
         self._upstream = upstream(self.layout)

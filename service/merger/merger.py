@@ -15,7 +15,7 @@ from ..blocks.box import Box
 from ..blocks.layout import Layout
 from ..rounds.policy import Policy
 from ..server.receiving import Receiving
-from ..wire import tensors
+from ..wire import codecs, tensors
 from ..wire.calls import Channel, Download, Message, Server, Upload
 from ..wire.coordinators import Caller, reach
 from ..wire.credentials import Tls
@@ -80,6 +80,12 @@ class Merger:
         except (KeyError, TypeError, ValueError) as error:
             raise Refused(f"job {message.get('job')!r}: policy: {error}") from error
         check_counts_all(str(message.get("job")), policy)
+        if not (pull := codecs.of_job(message, "pull")).is_plain:
+            raise Refused(
+                f"job {message.get('job')!r}: a merger sends whole versions, and the "
+                f"job asks for changes ({pull}). Set exchange.pull='{codecs.PLAIN}', "
+                "or let the learners use the service itself"
+            )
         # The rest is checked above, before anything is made of it.
         opened = self._above("OpenJob", message, CALL_SECONDS)
         name = message["job"]

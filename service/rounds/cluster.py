@@ -17,6 +17,8 @@ class Cluster:
       param_bytes: of all parameters, as they are sent.
       push_share: the size of what a learner sends, relative to these; less than 1 if
         it is compressed.
+      pull_share: the size of one change that a learner receives, relative to these; 1
+        if whole versions are sent.
       up, down: bytes a second on the link of a learner.
       latency: seconds a message takes.
       mean_uptime: seconds between failures of a learner; None: they never fail.
@@ -28,6 +30,7 @@ class Cluster:
     jitter: float = 0.0
     param_bytes: int = 0
     push_share: float = 1.0
+    pull_share: float = 1.0
     up: float = 1.25e8
     down: float = 1.25e8
     latency: float = 0.0
@@ -42,7 +45,7 @@ class Cluster:
         for name in ("up", "down", "restart_seconds", "lease_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("jitter", "param_bytes", "push_share", "latency"):
+        for name in ("jitter", "param_bytes", "push_share", "pull_share", "latency"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.mean_uptime is not None and self.mean_uptime <= 0:

@@ -172,8 +172,9 @@ class Simulation:
         else:
             assert learner.release is not None
             fragment = policy.fragment_of(learner.release.round)
+            bounds = learner.bases[fragment], release.version
+            size = self._pull_bytes(fragment, *bounds)
             learner.bases[fragment] = release.version
-            size = self._fragment_bytes
         if self._work is not None:
             self._work.released(release, fragment)
         learner.release = release
@@ -275,6 +276,18 @@ class Simulation:
 
     def _push_seconds(self) -> float:
         return self._cluster.latency + self._push_bytes / self._cluster.up
+
+    def _pull_bytes(self, fragment: int, base: int, version: int) -> float:
+        """Returns the bytes of a fragment for a learner that has a version of it.
+
+        With compression it receives the changes since then, unless they are more.
+        """
+        if self._cluster.pull_share >= 1:
+            return self._fragment_bytes
+        commits = self._commits_of[fragment]
+        first, last = (bisect.bisect_right(commits, v) for v in (base, version))
+        share = (last - first) * self._cluster.pull_share
+        return self._fragment_bytes * min(share, 1.0)
 
     def _transfer(self, speed: float) -> float:
         return self._cluster.latency + self._fragment_bytes / speed

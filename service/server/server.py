@@ -12,7 +12,8 @@ from importlib import metadata
 from typing import Any
 
 from ..blocks.box import Box
-from ..wire import tensors
+from ..blocks.pieces import pieces
+from ..wire import changes, tensors
 from ..wire.calls import Download, Message, Server, Upload
 from ..wire.coordinators import reach
 from ..wire.credentials import Tls
@@ -71,6 +72,7 @@ class BlockServer:
         }
         self.methods["Status"] = self.status
         self.streams = {"Push": Upload(self.push), "Pull": Download(self.pull)}
+        self.streams["PullChanges"] = Download(self.pull_changes)
 
     def create(self, message: Message) -> Message:
         """Makes the store of a job; keeps the one that is there for the same blocks.
@@ -125,6 +127,21 @@ class BlockServer:
             for (leaf, box), array in zip(boxes, found, strict=True)
         )
         return self._counted(chunks)
+
+    def pull_changes(self, message: Message) -> Iterator[bytes]:
+        """Sends boxes of a version, or what has changed since somebody read them."""
+        job, version, rows, have = fields(message, "job", "version", "boxes", "have")
+        store = self._store(job)
+        boxes = [(leaf, Box(tuple(start), tuple(stop))) for leaf, start, stop in rows]
+        found = []
+        for (leaf, box), old in zip(boxes, have, strict=True):
+            elements = store.read(version, leaf, box)
+            parts = pieces(store.layout, leaf, box)
+            since = None
+            if len(parts) == 1:  # the changes of a box are those of its block
+                since = store.chain.since(old, version, *parts[0])
+            found.append((elements, since))
+        return self._counted(changes.encode(boxes, found))
 
     def merge(self, message: Message) -> Message:
         names = ("version", "fragment", "contributions", "divisor")

@@ -26,6 +26,7 @@ from ..blocks.pieces import pieces
 from ..wire import codecs
 from ..wire.errors import Refused
 from . import block_files
+from .chain import Chain, read_only
 from .merging import Addend, mean_of, sum_of_squares
 from .staging import Key, Pool, Staged, Staging, key_of
 from .update import Axes, Compiled, MakeUpdate, no_optimizers, update_of
@@ -49,6 +50,7 @@ class BlockStore:
       newest: number of the newest version; None until the initial parameters arrived.
       staging: contributions that are not committed yet.
       push_codec: how their pieces are packed.
+      chain: of the versions, which are what was published of exact parameters.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class BlockStore:
         self.newest: int | None = None
         self._name = str(spec["job"])
         self._compensation = float(spec["policy"].get("compensation", 0.0))
-        self.push_codec = codecs.of_job(spec)
+        self.push_codec = codecs.of_job(spec, "push")
+        self.chain = Chain(codecs.of_job(spec, "pull"), self.layout)
         self._update = Compiled(update_of(spec, make_update))
         self._commit_lock, self._lock = threading.RLock(), threading.RLock()
         self._pool = Pool()
@@ -147,7 +150,7 @@ class BlockStore:
                 means[block] = mean_of(
                     [self._addend(block, c, staged) for c, staged in found],
                     divisor,
-                    self._versions[newest][block],
+                    self.chain.exact(block, self._versions[newest][block]),
                     self._pool,
                     compensation=self._compensation,
                 )
@@ -243,7 +246,8 @@ class BlockStore:
                     f"save of version {version} of job {self._name!r}: the newest is "
                     f"{self.newest}, and only its optimizer state is there"
                 )
-            blocks, opt_states = self._versions[version], dict(self._opt_states)
+            blocks = self._versions[version]
+            opt_states = self.chain.states(blocks, self._opt_states)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         nbytes = 0
@@ -265,13 +269,13 @@ class BlockStore:
                 block,
                 self._facts(version),
                 axes,
-                functools.partial(self._update.init, axes=axes),
+                self.chain.template(functools.partial(self._update.init, axes=axes)),
             )
-            blocks[block] = tuple(map(_read_only, params.values()))
+            blocks[block] = tuple(map(read_only, params.values()))
         with self._commit_lock:
             self._release_merged()
             self.staging.clear()
-            self._opt_states = opt_states
+            self._opt_states = self.chain.begin(version, opt_states)
             with self._lock:
                 self._versions, self.newest = {version: blocks}, version
 
@@ -332,7 +336,7 @@ class BlockStore:
                 slabs = self.layout.blocks[block].slabs
                 dtypes = [dtype_of(self.layout.leaves[s.leaf].dtype) for s in slabs]
                 version[block] = tuple(
-                    _read_only(array.astype(dtype))
+                    read_only(array.astype(dtype))
                     for array, dtype in zip(staged.arrays(block), dtypes, strict=True)
                 )
                 axes = self._axes(block)
@@ -364,7 +368,7 @@ class BlockStore:
             results[block] = self._update.update(
                 dict(zip(axes, arrays, strict=True)),
                 self._opt_states[block],
-                dict(zip(axes, old[block], strict=True)),
+                dict(zip(axes, self.chain.exact(block, old[block]), strict=True)),
                 axes,
                 scale=scale,
                 step=step,
@@ -374,9 +378,8 @@ class BlockStore:
         new: Version = {}
         for block, (params, opt_state) in results.items():
             # By path: jax sorts dictionaries, slabs are in the order of the block.
-            new[block] = tuple(
-                _read_only(np.asarray(params[path])) for path in self._axes(block)
-            )
+            exact = (read_only(np.asarray(params[path])) for path in self._axes(block))
+            new[block] = self.chain.publish(version, block, old[block], tuple(exact))
             self._opt_states[block] = opt_state
         return new
 
@@ -391,8 +394,3 @@ class BlockStore:
         with self._lock:
             for version in [v for v in self._versions if v not in wanted]:
                 del self._versions[version]
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array

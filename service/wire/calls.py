@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from ..blocks.box import Box
-from . import credentials, tensors
+from . import changes, credentials, tensors
 from .credentials import Tls
 from .errors import NotLeader, NoUpstream, OldTerm, Refused, Unavailable
 
@@ -222,6 +222,19 @@ class Channel:
             nbytes = tensors.decode(stream, ("leaf",), target, done)
         check()
         return nbytes
+
+    def pull_changes(
+        self,
+        job: str,
+        version: int,
+        wanted: Sequence[changes.Wanted],
+        seconds: float = 300.0,
+    ) -> int:
+        """Reads boxes of a version, as changes if possible; returns the bytes."""
+        message = {"job": job, "version": version, **changes.request(wanted)}
+        stream = self.download("PullChanges", message, seconds)
+        with contextlib.closing(stream):
+            return changes.receive(stream, wanted)
 
     def close(self) -> None:
         self._channel.close()

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -118,6 +118,20 @@ class Codec:
             found = found * wide[..., offset : offset + length]
         return found.reshape(box.shape)
 
+    def part(self, parts: list[Any], inside: Box, box: Box) -> list[Any]:
+        """Returns the packed arrays of a box, given those of a box around it.
+
+        Not with top-k, whose chunks are those of one piece.
+        """
+        assert self.share is None
+        *scales, values = parts
+        index = box.slices(inside=inside)
+        if scales and index:
+            first = inside.start[-1] // ROW
+            rows = slice(box.start[-1] // ROW - first, -(-box.stop[-1] // ROW) - first)
+            scales = [scales[0][(*index[:-1], rows)]]
+        return [*scales, values[(*index, ...)]]
+
     def to_bytes(self, parts: list[np.ndarray]) -> np.ndarray:
         """Returns packed arrays as one array of bytes."""
         flat = [np.ascontiguousarray(p).reshape(-1).view(np.uint8) for p in parts]
@@ -184,9 +198,9 @@ def parse(text: str) -> Codec:
     return Codec(found[2] or "float32", share)
 
 
-def of_job(spec: Mapping[str, Any]) -> Codec:
-    """Returns how contributions are packed in a job; specs of old runs do not say."""
-    return parse(spec.get("compression", {}).get("push", str(PLAIN)))
+def of_job(spec: Mapping[str, Any], what: Literal["push", "pull"]) -> Codec:
+    """Returns how a job packs what is pushed, or pulled; old specs do not say."""
+    return parse(spec.get("compression", {}).get(what, str(PLAIN)))
 
 
 def _top(rows: np.ndarray, k: int) -> np.ndarray:

@@ -30,7 +30,7 @@ OTHERS = {
         'another config: config_digest is "beef" at this learner, "c0ffee" in the job',
     ),
     "compression": (
-        {"compression": {"push": "int8"}},
+        {"compression": {"push": "int8", "pull": "float32"}},
         'another compression: compression.push is "int8" at this learner, "float32" in',
     ),
     "rounds": ({"num_rounds": 9}, "another num_rounds: num_rounds is 9"),

@@ -30,8 +30,12 @@ def losses(folder: Path) -> np.ndarray:
     return np.array([row["loss"] for row in metrics.read(folder / "metrics.jsonl")])
 
 
-def check_bytes(folder: Path) -> None:
-    """Checks the bytes in the metrics of a fleet, which pulls and pushes float32."""
+def check_bytes(folder: Path, pull_share: float = 1.0) -> None:
+    """Checks the bytes in the metrics of a fleet that pushes float32.
+
+    Args:
+      pull_share: the size of a change, relative to the parameters.
+    """
     spec = json.loads((folder / "spec.json").read_text())
     layout = Layout.from_json(spec["layout"])
     sizes: dict[int, int] = dict.fromkeys(layout.fragments, 0)  # of fragments
@@ -45,7 +49,8 @@ def check_bytes(folder: Path) -> None:
         fragments = [sizes[i % len(sizes)] for i in range(len(own))]
         assert [row["pushed_bytes"] for row in own] == fragments
         # Since the round before: at first all parameters, and then what was merged.
-        pulled = [sum(sizes.values()), *fragments[:-1]]
+        changes = [pull_share * size for size in fragments[:-1]]
+        pulled = [sum(sizes.values()), *changes]
         assert [row["pulled_bytes"] for row in own] == pulled
 
 
@@ -181,16 +186,20 @@ def test_an_asynchronous_run_with_a_death_and_a_late_learner_replays(tmp_path, c
 def test_compressed_changes_replay_after_a_death(tmp_path):
     """With top-k the learner comes back with what it had not sent.
 
+    It pulls all elements when it comes back, and changes before and after.
+
     Gradients are compressed in test_fleet.py.
     """
     flags = ["--cpu-devices", "2"]
     flags += ["--each", "0 --mesh fsdp=2", "--each", "1 --mesh tensor=2"]
     train = [*SMALL, "--steps", "72", *sets_of('exchange.push="topk:0.01"')]
+    train += sets_of('exchange.pull="int8"')
     train += sets_of('exchange.mode="diloco"', "exchange.local_steps=6")
     train += sets_of("exchange.wait=1.0")
     with real_fleet(tmp_path, train, flags=flags) as fleet:
         fleet.until_saved(1)
         fleet.until(lambda: (1, 1) in fleet.who())
+        fleet.until_commit(2)  # it has sent something, and received changes
         fleet.kill("learner 1")
         assert fleet.status() == 0, fleet.text
     assert fleet.who() == {(0, 1), (1, 1), (1, 2)}
@@ -198,7 +207,11 @@ def test_compressed_changes_replay_after_a_death(tmp_path):
     assert joined[-1]["optimizer_step"] > 0
     check_replay(fleet.run)
     spec = json.loads((fleet.run / "spec.json").read_text())
-    assert spec["compression"] == {"push": "topk:0.01"}
+    assert spec["compression"] == {"push": "topk:0.01", "pull": "int8"}
+    rows = metrics.read(fleet.run / "learners" / "0" / "metrics.jsonl")
+    first, *later = [row["pulled_bytes"] for row in rows if "version" in row]
+    # Rows of 64 columns are cut by the mesh, so a scale is for fewer numbers.
+    assert {size < 0.32 * first for size in later} == {True}, (first, later)
 
 
 def test_fragments_that_arrive_late_are_replayed(tmp_path):
@@ -206,13 +219,13 @@ def test_fragments_that_arrive_late_are_replayed(tmp_path):
     flags = ["--cpu-devices", "2"]
     flags += ["--each", "0 --mesh fsdp=2", "--each", "1 --mesh tensor=2"]
     train = [*SMALL, "--steps", "36", *sets_of('exchange.mode="streaming-diloco"')]
-    train += sets_of("exchange.local_steps=12")
+    train += sets_of("exchange.local_steps=12", 'exchange.pull="bfloat16"')
     with real_fleet(tmp_path, train, flags=flags) as fleet:
         assert fleet.status() == 0, fleet.text
     rows = fleet.commits()
     assert {row["fragment"] for row in rows} == {0, 1, 2, 3}
     assert len(rows) == 12
-    check_bytes(fleet.run)
+    check_bytes(fleet.run, pull_share=0.5)
     check_replay(fleet.run)
     assert sum(row["event"] == "round" for row in fleet.ledger(0)) == 12
 

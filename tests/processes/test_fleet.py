@@ -46,7 +46,9 @@ def check_done(fleet: RealFleet) -> None:
 
 
 @pytest.mark.parametrize(
-    "fleet", [sets_of('exchange.push="topk:0.01+int8"')], indirect=True
+    "fleet",
+    [sets_of('exchange.push="topk:0.01+int8"', 'exchange.pull="int8"')],
+    indirect=True,
 )
 def test_whoever_is_killed_comes_back(fleet):
     """One after the other; a learner comes back with what it had not sent yet."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshloom.service.learner.compression import push_share
+from meshloom.service.learner.compression import packed_share
 from meshloom.service.rounds.cluster import Cluster
 from meshloom.service.rounds.policy import PRESETS, Outer, Policy, make_policy
 from meshloom.service.rounds.simulate import simulate
@@ -92,7 +92,8 @@ def test_averaging_after_each_step_of_sgd_is_ordinary_training():
 
 def test_compressed_contributions():
     """The losses of sync, in the bytes that the arithmetic says."""
-    config = load(NUM_STEPS, 'exchange.push="topk:0.1+int8"')
+    packing = ('exchange.push="topk:0.1+int8"', 'exchange.pull="int8"')
+    config = load(NUM_STEPS, *packing)
     cluster = dataclasses.replace(CLUSTER, param_bytes=1000)
     policies = {"sync": make_policy("sync")}
     (dense,) = compare(load(), policies, cluster, num_points=2)
@@ -100,11 +101,15 @@ def test_compressed_contributions():
     assert 0 < packed.distance < 1 and dense.distance == 0
     assert packed.points[-1].loss < packed.points[0].loss
     layout = task_of(config, 2).make_layout(policies["sync"])
-    share = push_share(layout, config.exchange.codec)
+    share = packed_share(layout, config.exchange.push_codec)
     assert 0.075 < share < 0.08
     up = [learner.bytes_up for learner in packed.outcome.learners]
     np.testing.assert_allclose(up, 12 * 1000 * share)
     assert dense.outcome.learners[0].bytes_up == 12 * 1000
+    share = packed_share(layout, config.exchange.pull_codec)
+    assert 0.25 < share < 0.3
+    down = [learner.bytes_down for learner in packed.outcome.learners]
+    np.testing.assert_allclose(down, 1000 + 11 * 1000 * share)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,6 +73,20 @@ def test_links_take_latency_and_bytes():
     assert [learner.bytes_down for learner in found.learners] == [300] * 4
 
 
+def test_changes_are_received_unless_elements_are_less():
+    cluster = dataclasses.replace(EQUAL, param_bytes=100, pull_share=0.3)
+
+    def down(mode, rounds):
+        found = simulate(make_policy(mode), cluster, rounds)
+        return [learner.bytes_down for learner in found.learners]
+
+    # All elements at first, then one change a round.
+    assert down("sync", 4) == pytest.approx([100 + 3 * 30] * 4)
+    # Of four commits since the round before, changes are more; in the first round
+    # there have not been as many.
+    assert down("async", 4) == pytest.approx([330, 360, 390, 400])
+
+
 def test_a_delay_hides_transfers_behind_computing():
     policy = make_policy("streaming-diloco", local_steps=16, fragments=2, delay=4)
     cluster = dataclasses.replace(EQUAL, param_bytes=200, up=100.0, down=100.0)

@@ -51,6 +51,8 @@ def test_blocks_of_the_data_are_rows_of_batches_in_order():
         ({"paths": ("blocks/*",)}, "would never be trained"),
         ({"outer_momentum": 0.9}, "has no outer optimizer"),
         ({"block_bytes": 0}, "block_bytes must be >= 1, got 0"),
+        ({"pull": "int4"}, "pull='int4' is not a compression; expected float32"),
+        ({"pull": "topk:0.1"}, "pull='topk:0.1': top-k is for `push` only; expected f"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
@@ -129,7 +131,7 @@ def test_a_fragment_is_merged_with_its_share_and_nothing_else_changes():
     layout = exchange.block_layout(config.exchange, config.optimizer, shapes, axes)
     exchanged = Exchanged(prepared, config.exchange)
 
-    def read(version, buffers, fragment):
+    def read(version, buffers, fragment, base):
         for (leaf, box), buffer in buffers.items():
             for block, _, part in pieces(layout, leaf, box):
                 if fragment in (None, layout.fragment_of(block)):

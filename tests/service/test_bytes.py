@@ -1,5 +1,6 @@
 """Bytes on the sockets of real servers, against those of the parameters."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -9,9 +10,11 @@ from relays import relays
 from meshloom.service.blocks import hashing
 from meshloom.service.blocks.box import Box
 from meshloom.service.blocks.layout import Leaf, make_layout
+from meshloom.service.blocks.pieces import pieces
 from meshloom.service.learner.mover import Mover
 from meshloom.service.learner.shards import to_pieces
 from meshloom.service.server.server import ServerProcess
+from meshloom.service.wire import codecs
 from meshloom.service.wire.calls import Channel
 
 BLOCK_BYTES = 256 << 10
@@ -44,7 +47,13 @@ def shards(ways: int) -> list[dict]:
 @pytest.fixture(params=[1, 3], ids="{0} fragments".format)
 def service(request):
     """Two servers behind relays, a layout, and a process of a learner."""
-    layout = make_layout(LEAVES, block_bytes=BLOCK_BYTES, fragments=request.param)
+    with serving(request.param) as found:
+        yield found[:3]
+
+
+@contextlib.contextmanager
+def serving(fragments, pull="float32"):
+    layout = make_layout(LEAVES, block_bytes=BLOCK_BYTES, fragments=fragments)
     assert len(layout.blocks) > 24
     servers = [ServerProcess(), ServerProcess()]
     with relays(*(server.address for server in servers)) as made:
@@ -53,12 +62,13 @@ def service(request):
         channels = {address: Channel(address) for address in addresses}
         spec = {"job": "job", "policy": {"outer": OUTER, "compensation": 0.0}}
         spec |= {"layout": layout.to_json(), "update": {"kind": "outer"}}
+        spec["compression"] = {"push": "float32", "pull": pull}
         for address, channel in channels.items():
             blocks = [block for block, owner in owners.items() if owner == address]
             assert len(blocks) > 2
             channel.call("Create", {"job": "job", "spec": spec, "blocks": blocks})
         mover = Mover("job", layout, owners, channels)
-        yield layout, mover, made
+        yield layout, mover, made, servers
         mover.close()
     for server in servers:
         server.close()
@@ -104,3 +114,83 @@ def test_a_round_moves_the_parameters_once_each_way(service, processes):
     assert 1 <= counted[0] / (4 * NUM_PARAMS) <= 1 + FRAMING
     assert 1 <= counted[1] / params <= 1 + FRAMING
     assert params < 4 * NUM_PARAMS
+
+
+def commit(servers, version):
+    """Merges and applies a contribution on all servers."""
+    who = {"incarnation": 0, "round": version, "base": version - 1, "coefficient": 1.0}
+    contribution = {"learner": 0, **who}
+    for server in servers:
+        server.blocks.merge(
+            {"job": "job", "version": version, "fragment": 0, "divisor": 1.0}
+            | {"contributions": [contribution]}
+        )
+        server.blocks.apply(
+            {"job": "job", "version": version, "scale": 1.0, "step": 0, "share": 1.0}
+            | {"keep": [], "drop": [[0, 0, version]]}
+        )
+
+
+@pytest.mark.parametrize("pull", ["bfloat16", "int8"])
+def test_changes_are_what_a_pull_moves(pull):
+    """Two processes with half of the columns each; one lacks two versions once."""
+    codec = codecs.parse(pull)
+    with serving(1, pull) as (layout, mover, made, servers):
+        hosts = shards(2)
+        for host in hosts:
+            mover.push(to_pieces(layout, host, None), 0, 0, 0)
+        learners = [Mover("job", layout, mover._owners, mover._channels) for _ in "ab"]
+        held: list[dict] = [{}, {}]
+
+        def pull_in(number, version):
+            """Pulls into new buffers; returns bytes of arrays, and on the sockets."""
+            into = {k: np.empty_like(x) for k, x in hosts[number].items()}
+            moved(made)
+            nbytes = learners[number].pull(version, into, None, held[number])
+            held[number] = into
+            return nbytes, moved(made)
+
+        boxes = [
+            [b for leaf, box in host for *_, b in pieces(layout, leaf, box)]
+            for host in hosts
+        ]
+        changes = [sum(map(codec.nbytes, own)) for own in boxes]
+        dense = [pull_in(i, 0)[0] for i in range(2)]
+        assert dense == [sum(leaf.nbytes for leaf in LEAVES) // 2] * 2
+        for version in range(1, 4):
+            mover.push(to_pieces(layout, hosts[0], None), 0, 0, version)
+            mover.push(to_pieces(layout, hosts[1], None), 0, 0, version)
+            commit(servers, version)
+            for number in range(2):
+                if number == 1 and version == 1:
+                    continue  # it will lack two versions
+                nbytes, (up, down) = pull_in(number, version)
+                lacks = 2 if (number, version) == (1, 2) else 1
+                if lacks == 1:
+                    # Blocks of bfloat16 have no smaller change of bfloat16.
+                    assert nbytes == changes[number]
+                assert lacks * changes[number] >= nbytes >= 0.9 * changes[number]
+                assert nbytes <= down <= nbytes * (1 + FRAMING)
+                assert up <= FRAMING * nbytes  # the request
+        for i, host in enumerate(held):
+            again = {k: np.empty_like(x) for k, x in host.items()}
+            learners[i].pull(3, again)
+            for key, array in again.items():
+                np.testing.assert_array_equal(host[key], array)
+        assert changes[0] / dense[0] < {"bfloat16": 0.55, "int8": 0.29}[pull]
+
+
+def test_an_array_without_dimensions_is_pulled():
+    layout = make_layout([Leaf("one", (), "float32", ())])
+    server = ServerProcess()
+    channel = Channel(server.address)
+    spec = {"job": "job", "policy": {"outer": OUTER}, "layout": layout.to_json()}
+    spec |= {"update": {"kind": "outer"}}
+    channel.call("Create", {"job": "job", "spec": spec, "blocks": [0]})
+    mover = Mover("job", layout, {0: "s"}, {"s": channel})
+    box = Box((), ())
+    mover.push(to_pieces(layout, {(0, box): np.float32(3).reshape(())}, None), 0, 0, 0)
+    into = {(0, box): np.zeros((), np.float32)}
+    assert mover.pull(0, into) == 4 and into[0, box] == 3
+    mover.close()
+    server.close()

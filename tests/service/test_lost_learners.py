@@ -51,7 +51,7 @@ class Alone:
     def push(self, *args):
         return 16
 
-    def pull(self, version, buffers, fragment):
+    def pull(self, version, buffers, fragment, base):
         raise Refused("version 3 of job 'run' is gone; the newest is 40")
 
     def close(self):

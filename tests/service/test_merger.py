@@ -205,6 +205,16 @@ def test_a_mode_that_may_leave_out_contributions_is_refused(tmp_path):
         channel.close()
 
 
+def test_a_job_that_pulls_changes_is_refused(tmp_path):
+    policy, spec = MODES["sync"]
+    changes = {"push": "float32", "pull": "int8"}
+    with trees.service(tmp_path, policy, 2, compression=changes, **spec) as service:
+        channel = Channel(service.merger().address)
+        with pytest.raises(Refused, match=r"changes \(int8\). Set exchange.pull='flo"):
+            channel.call("OpenJob", service.spec)
+        channel.close()
+
+
 def test_what_was_sent_to_a_merger_does_not_count_at_the_service(tmp_path):
     policy, spec = MODES["local-sgd"]
     with trees.service(tmp_path, policy, 2, num_rounds=ROUNDS, **spec) as service:

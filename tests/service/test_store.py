@@ -4,9 +4,10 @@ import json
 import threading
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
+import stores
+from stores import NESTEROV, row, same, send
 
 from meshloom.service.blocks import digest
 from meshloom.service.blocks.layout import Box, Leaf, make_layout
@@ -21,7 +22,6 @@ LEAVES = [
     Leaf("scale", (), "float32", ()),
 ]
 LAYOUT = make_layout(LEAVES, block_bytes=48)
-NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def spec_of(layout=LAYOUT, outer=NESTEROV):
@@ -31,28 +31,7 @@ def spec_of(layout=LAYOUT, outer=NESTEROV):
 
 
 def values(seed, layout=LAYOUT):
-    rng = np.random.default_rng(seed)
-    return [
-        np.asarray(
-            rng.normal(size=leaf.shape),
-            ml_dtypes.bfloat16 if leaf.dtype == "bfloat16" else np.float32,
-        )
-        for leaf in layout.leaves
-    ]
-
-
-def send(store, learner, round, arrays, fragment=None, incarnation=0):
-    for leaf, array in enumerate(arrays):
-        for block, slab, box in pieces(store.layout, leaf, Box.whole(array.shape)):
-            is_wanted = fragment in (None, store.layout.fragment_of(block))
-            if block in store.owned and is_wanted:
-                piece = array[box.slices()]
-                store.stage(learner, incarnation, round, block, slab, box.start, piece)
-
-
-def row(learner, round, base=0, incarnation=0):
-    who = {"learner": learner, "incarnation": incarnation, "round": round}
-    return {**who, "base": base, "coefficient": 1.0}
+    return stores.values(seed, layout)
 
 
 def commit(store, version, *, fragment=0, scale=1.0, keep=(), learner=0):
@@ -65,11 +44,6 @@ def commit(store, version, *, fragment=0, scale=1.0, keep=(), learner=0):
 def read(store, version):
     leaves = enumerate(store.layout.leaves)
     return [store.read(version, i, Box.whole(leaf.shape)) for i, leaf in leaves]
-
-
-def same(one, other):
-    pairs = zip(one, other, strict=True)
-    return all(a.tobytes() == b.tobytes() and a.dtype == b.dtype for a, b in pairs)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def job_spec(policy: Policy, layout: Layout, **changes) -> dict[str, Any]:
         "update": {"kind": "optimizer" if policy.outer is None else "outer"},
         "max_grad_norm": None,
         "skip_grad_norm": None,
-        "compression": {"push": "float32"},
+        "compression": {"push": "float32", "pull": "float32"},
         "config_digest": "c0ffee",
         "data": {},
         "stop": None,

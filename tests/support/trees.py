@@ -98,7 +98,7 @@ class Service:
             settings=Settings(lease_seconds=10_000),  # the servers here do not beat
             connect=lambda n, a: RemoteServer(n, a, Channel(a)),
             clock=time.monotonic,
-            say=lambda text: None,
+            say=lambda *text, **fields: None,
         )
         self._stack.callback(center.close)
         calls = Server("127.0.0.1:0", center.methods, {})

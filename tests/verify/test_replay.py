@@ -3,7 +3,7 @@
 import json
 
 from meshloom.service.rounds.policy import make_policy
-from meshloom.trainer.verify.replay import find_rounds
+from meshloom.trainer.verify.replay_rounds import find_rounds
 
 
 def part(learner: int, incarnation: int, round: int) -> dict:

@@ -52,6 +52,8 @@ class Config:
       push: how contributions are compressed: "float32" (not at all), "bfloat16",
         "int8", "topk:SHARE", or the last with "+bfloat16" or "+int8"; see
         docs/service.md.
+      pull: how changes of the parameters are compressed on their way to the learners:
+        "float32" (not at all), "bfloat16" or "int8".
       paths: patterns of the parameters that are exchanged, such as "blocks/*"; the
         others stay with each learner.
       block_bytes: the size of the blocks that servers hold; a model that is smaller
@@ -80,6 +82,7 @@ class Config:
     outer_learning_rate: float | None = None
     outer_momentum: float | None = None
     push: str = str(codecs.PLAIN)
+    pull: str = str(codecs.PLAIN)
     paths: tuple[str, ...] = ("*",)
     block_bytes: int = BLOCK_BYTES
     token_file: str | None = None
@@ -99,10 +102,16 @@ class Config:
             )
         self.share  # noqa: B018  raises if learner is not one of learners
         policy = self.policy
-        try:
-            self.codec  # noqa: B018  raises if push is not a compression
-        except ValueError as error:
-            raise ValueError(f"push={error}") from error
+        for name in ("push", "pull"):
+            try:
+                codecs.parse(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}={error}") from error
+        if self.pull_codec.share is not None:
+            raise ValueError(
+                f"pull={self.pull!r}: top-k is for `push` only; expected float32, "
+                "bfloat16 or int8"
+            )
         if self.is_on:
             policy.check_learners(self.learners)
         if policy.outer is None and self.paths != ("*",):
@@ -156,8 +165,12 @@ class Config:
         return make_policy(self.mode, **given)
 
     @property
-    def codec(self) -> codecs.Codec:
+    def push_codec(self) -> codecs.Codec:
         return codecs.parse(self.push)
+
+    @property
+    def pull_codec(self) -> codecs.Codec:
+        return codecs.parse(self.pull)
 
     def is_exchanged(self, path: str) -> bool:
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.paths)
@@ -170,7 +183,7 @@ class Config:
         """
         if self.sends_gradients:
             optimizer = optax.identity()
-        if self.is_on and self.codec.share is not None:
+        if self.is_on and self.push_codec.share is not None:
             return ErrorFeedback(optimizer, self.is_exchanged)
         return optimizer
 

@@ -36,7 +36,10 @@ def job_spec(prepared: Prepared, layout: Layout) -> dict[str, Any]:
         "skip_grad_norm": (
             config.skip_grad_norm if exchange.policy.outer is None else None
         ),
-        "compression": {"push": str(exchange.codec)},
+        "compression": {
+            "push": str(exchange.push_codec),
+            "pull": str(exchange.pull_codec),
+        },
         "data": {
             "digest": identity.splits["train"].digest if identity else None,
             "num_examples": len(prepared.train_data),

@@ -113,7 +113,8 @@ class Learner:
                 *(self._config.job, self._layout, opened["servers"], connect),
                 reached=lambda point: group.reached(point, self.step),  # type: ignore
             ),
-            codec=self._config.codec,
+            push=self._config.push_codec,
+            pull=self._config.pull_codec,
             seed=config.seed,
             on_wait=on_wait,
         )
@@ -127,7 +128,8 @@ class Learner:
             f"Learner {config.learner} of {config.learners} in job {config.job!r} at "
             f"{config.address}, mode {config.mode}: "
             f"{self.policy.local_steps} local steps per exchange of "
-            f"{len(self._layout.blocks)} blocks, sent as {self._config.codec}"
+            f"{len(self._layout.blocks)} blocks, sent as {self._config.push_codec} "
+            f"and received as {self._config.pull_codec}"
         )
 
     @property

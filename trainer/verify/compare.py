@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...service.blocks.box import Box
-from ...service.blocks.layout import Layout, make_layout
 from ...service.learner import shards
-from ...service.learner.compression import Compressor, push_share
+from ...service.learner.compression import Compressor, packed_share
 from ...service.rounds.cluster import Cluster, Outcome
 from ...service.rounds.events import Commit, Release
 from ...service.rounds.leases import from_ranges
@@ -26,16 +25,10 @@ from ...service.rounds.policy import Policy
 from ...service.rounds.simulate import simulate
 from ...service.server.store import BlockStore
 from ...service.wire.codecs import PLAIN, Codec
-from ...sharding import MeshSpec, parse_plan
-from ..data.batches import SAMPLE_IDS, Batches, Share
-from ..data.shuffle import Order
-from ..program.build import Program, build
-from ..run import exchange as exchange_lib
 from ..run.exchange_update import make_update, update_spec
-from ..run.held_out import with_weights
+from .compare_task import Task
 
 REFERENCE = "sync"
-EVAL_ROWS = 256
 # What counts as the loss of sync: modes differ in the last percents for long.
 TARGET = 1.05
 
@@ -88,83 +81,6 @@ class Result:
         return sum(x.bytes_up + x.bytes_down for x in learners) / len(learners)
 
 
-class Task:
-    """What all modes have in common: the model, its Program and the data."""
-
-    def __init__(self, config: Any, num_learners: int, eval_rows: int = EVAL_ROWS):
-        """Args:
-        config: of a run; `batch_size` is that of one step over all learners.
-        eval_rows: held-out examples that a loss is the mean of, at most.
-        """
-        self.config, self.num_learners = config, num_learners
-        self.rows = Share(0, num_learners).size(config.batch_size)
-        data = with_weights(config, config.data.open("train"))
-        held_out = with_weights(config, config.data.open("eval"))
-        self._batches = Batches(data, Order(len(data), config.seed), self.rows)
-        num_eval = min(len(held_out), eval_rows) // self.rows
-        if not num_eval:
-            raise ValueError(
-                f"the held-out split has {len(held_out)} examples, fewer than the "
-                f"{self.rows} rows of a learner's batch; lower batch_size"
-            )
-        order = Order(len(held_out), config.seed)
-        held_out_batches = Batches(held_out, order, self.rows, training=False)
-        mesh = MeshSpec(data=1).make(jax.devices()[:1])
-        first = {name: np.asarray(x) for name, x in self._batches[0].items()}
-        shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in first.items()}
-        shapes[SAMPLE_IDS] = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
-        self.program: Program = build(
-            config.model,
-            config.optimizer,
-            mesh,
-            parse_plan("data"),
-            shapes,
-            learning_rate=config.schedule.make(config.num_steps),
-            seed=config.seed,
-            max_grad_norm=config.max_grad_norm,
-            facts=data.describe(),
-            donate=False,
-        )
-        self.initial = self.program.init(jax.random.key(config.seed))
-        self._held_out = [
-            self._placed(held_out_batches, step) for step in range(num_eval)
-        ]
-
-    def batch(self, block: int) -> dict[str, jax.Array]:
-        """Returns a block of the data: the batch of one step of one learner."""
-        return self._placed(self._batches, block)
-
-    def _placed(self, batches: Batches, number: int) -> dict[str, jax.Array]:
-        arrays = batches[number]
-        arrays[SAMPLE_IDS] = batches.sample_ids(number).astype(np.uint32)
-        return jax.device_put(arrays, self.program.batch_shardings)
-
-    def loss(self, leaves: list[np.ndarray]) -> float:
-        """Returns the held-out loss of parameters."""
-        state = self.initial._replace(params=self.params(leaves))
-        sums = [self.program.evaluate(state, batch) for batch in self._held_out]
-        total = sum(float(s["loss"]) for s in sums)
-        return total / sum(float(s["weight"]) for s in sums)
-
-    def params(self, leaves: list[np.ndarray]) -> Any:
-        structure = jax.tree.structure(self.initial.params)
-        params = jax.tree.unflatten(structure, leaves)
-        return jax.device_put(params, self.program.shardings.params)
-
-    def make_layout(self, policy: Policy) -> Layout:
-        layout = self.program.layout
-        found = exchange_lib.exchanged(
-            exchange_lib.Config(), layout.abstract.params, layout.axes.params
-        )
-        kind = type(self.config.optimizer)
-        granularity = kind.granularity if policy.outer is None else None
-        return make_layout(
-            [leaf for _, leaf in found],
-            granularity=granularity or "element",
-            fragments=policy.fragments,
-        )
-
-
 @dataclasses.dataclass
 class Replica:
     """A learner's own state: parameters on the host, and the optimizer's."""
@@ -181,14 +97,19 @@ class Training:
     """The `Work` of a simulation: one mode with real numerics."""
 
     def __init__(
-        self, task: Task, policy: Policy, num_points: int, codec: Codec = PLAIN
+        self,
+        task: Task,
+        policy: Policy,
+        num_points: int,
+        push: Codec = PLAIN,
+        pull: Codec = PLAIN,
     ):
         """Args:
-        codec: how learners pack what they send.
+        push, pull: how learners pack what they send, and servers what they publish.
         """
         self._task, self._policy = task, policy
         self._layout = task.make_layout(policy)
-        self._compressor = Compressor(codec, self._layout)
+        self._compressor = Compressor(push, self._layout)
         self._residuals: dict[int, shards.Arrays] = {}
         config = SimpleNamespace(
             exchange=SimpleNamespace(policy=policy),
@@ -201,7 +122,7 @@ class Training:
             "policy": policy.to_json(),
             "layout": self._layout.to_json(),
             "update": update_spec(config),
-            "compression": {"push": str(codec)},
+            "compression": {"push": str(push), "pull": str(pull)},
         }
         self._store = BlockStore(spec, make_update=make_update)
         leaves = [np.array(x) for x in jax.tree.leaves(task.initial.params)]
@@ -355,29 +276,34 @@ def compare(
 
     Args:
       config: of a run; `num_steps` is the number of local steps of each learner, and
-        its exchange says how they compress what they send; the sync that others are
-        compared with does not.
+        its exchange says how they compress what they send and receive; the sync that
+        others are compared with does not.
       cluster: learners and links. Its `param_bytes` says what is simulated, which
         need not be the size of the model.
     """
     task = Task(config, len(cluster.step_seconds))
     num_steps: int = config.num_steps
     rounds = {mode: p.num_rounds(num_steps) for mode, p in policies.items()}
-    codec: Codec = config.exchange.codec
+    push: Codec = config.exchange.push_codec
+    pull: Codec = config.exchange.pull_codec
 
-    def run(policy: Policy, num_rounds: int, codec: Codec) -> tuple:
-        training = Training(task, policy, num_points, codec)
-        share = push_share(task.make_layout(policy), codec)
-        links = dataclasses.replace(cluster, push_share=share)
+    def run(policy: Policy, num_rounds: int, push: Codec, pull: Codec) -> tuple:
+        training = Training(task, policy, num_points, push, pull)
+        layout = task.make_layout(policy)
+        links = dataclasses.replace(
+            cluster,
+            push_share=packed_share(layout, push),
+            pull_share=packed_share(layout, pull),
+        )
         outcome = simulate(policy, links, num_rounds, work=training)
         training.note(outcome.seconds)
         return training.points, outcome, _flat(training.shared())
 
     runs = {}
-    if REFERENCE not in policies or not codec.is_plain:
-        runs[None] = run(Policy(), num_steps, PLAIN)
+    if REFERENCE not in policies or not (push.is_plain and pull.is_plain):
+        runs[None] = run(Policy(), num_steps, PLAIN, PLAIN)
     for mode, policy in policies.items():
-        runs[mode] = run(policy, rounds[mode], codec)
+        runs[mode] = run(policy, rounds[mode], push, pull)
     points, _, reference = runs.get(None) or runs[REFERENCE]
     target = TARGET * points[-1].loss
     results = []

@@ -22,7 +22,6 @@ from ...service.blocks.pieces import pieces
 from ...service.learner import shards
 from ...service.learner.compression import Compressor
 from ...service.learner.merging import Merging, Read
-from ...service.rounds.leases import from_ranges
 from ...service.rounds.policy import Policy
 from ...service.server.store import BlockStore
 from ...service.server.summing import stage_sums
@@ -32,36 +31,14 @@ from ...sharding import MeshSpec
 from ...sharding.mesh import AXES
 from ..config import files as config_files
 from ..program.state import State
-from ..record.ledger import Ledger
 from ..record.run_folder import CONFIG_GIN
 from ..run.exchange_update import make_update
 from ..run.exchanged import Exchanged
 from ..run.prepare import Prepared, prepare
 from ..run.reading import batches_of
 from ..run.train import Config
+from .replay_rounds import Key, Round, find_rounds, key_of
 from .training_audit import read_commits
-
-Key = tuple[int, int, int]  # learner, incarnation, round
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """A round that a learner has computed.
-
-    Attributes:
-      base: the version that it started from.
-      first, stop: its local steps are first + 1 .. stop.
-      blocks: of the data, one for each of them.
-      optimizer_step: of the checkpoint that the learner's own optimizer state came
-        from, if it joined right before this round; None if it just went on.
-    """
-
-    key: Key
-    base: int
-    first: int
-    stop: int
-    blocks: Sequence[int]
-    optimizer_step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,58 +109,6 @@ def _read(run: Path, name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def find_rounds(
-    run: Path, commits: Sequence[Mapping[str, Any]], policy: Policy
-) -> dict[int, list[Round]]:
-    """Returns the rounds of each learner in the order in which it computed them.
-
-    Most are in a commit. Those that were dropped count too, because they changed the
-    learner's own optimizer state; they are in its ledger. Those that a restart of the
-    service took back do not: the learner joined again before them, with the state of a
-    checkpoint from before them.
-    """
-    bases: dict[Key, int] = {}
-    leased: dict[Key, Sequence[Sequence[int]]] = {}  # ranges of blocks
-    recorded: dict[Key, Mapping[str, Any]] = {}
-    joined: dict[tuple[int, int], Mapping[str, Any]] = {}
-    for commit in commits:
-        for part in commit["contributions"]:
-            key = (part["learner"], part["incarnation"], part["round"])
-            bases[key] = part["base"]
-            # Once more in a later commit, it has consumed its blocks already.
-            leased.setdefault(key, part["blocks"])
-    for folder in (run / "learners").iterdir():
-        for row in Ledger(folder, is_writer=False).read():
-            if row["event"] == "joined":
-                joined[row["learner"], row["incarnation"]] = row
-            elif row["event"] == "round":
-                recorded[row["learner"], row["incarnation"], row["round"]] = row
-    for key, row in recorded.items():
-        if key in bases or not _was_taken_back(key, joined):
-            bases[key], leased[key] = row["base"], row["blocks"]
-    found: dict[int, list[Round]] = {}
-    for key in sorted(bases):
-        learner, incarnation, number = key
-        own = found.setdefault(learner, [])
-        is_first = not own or own[-1].key[1] != incarnation
-        start = joined.get((learner, incarnation), {}) if is_first else {}
-        first, stop = policy.steps_before(number), policy.steps_before(number + 1)
-        blocks, saved = from_ranges(leased[key]), start.get("optimizer_step")
-        own.append(Round(key, bases[key], first, stop, blocks, saved))
-    return found
-
-
-def _was_taken_back(
-    key: Key, joined: Mapping[tuple[int, int], Mapping[str, Any]]
-) -> bool:
-    """Returns whether a later incarnation of the learner has begun before a round."""
-    learner, incarnation, number = key
-    return any(
-        who == learner and later > incarnation and row["round"] <= number
-        for (who, later), row in joined.items()
-    )
-
-
 class Replayer:
     """Computes rounds and commits again, in one process."""
 
@@ -223,7 +148,7 @@ class Replayer:
             staged_parts(parts, trees),
             commit["divisor"],
         )
-        used = {_key(part) for row in later for part in row["contributions"]}
+        used = {key_of(part) for row in later for part in row["contributions"]}
         self._store.apply(
             commit["version"],
             commit["scale"],
@@ -231,7 +156,7 @@ class Replayer:
             commit["share"],
             keep={r.base for own in self._todo.values() for r in own},
             drop=[
-                *(list(_key(part)) for part in parts if _key(part) not in used),
+                *(list(key_of(part)) for part in parts if key_of(part) not in used),
                 *map(list, sums),
             ],
         )
@@ -260,12 +185,19 @@ class Replayer:
             for block in self._layout.blocks
             if self._layout.fragment_of(block.index) == fragment
         ]
-        weights = {_key(part): part["coefficient"] for part in parts}
+        weights = {key_of(part): part["coefficient"] for part in parts}
         staging = self._store.staging
         return stage_sums(staging, self._layout, blocks, trees, weights)
 
-    def _read(self, version: int, buffers: shards.Host, fragment: int | None) -> int:
+    def _read(
+        self,
+        version: int,
+        buffers: shards.Host,
+        fragment: int | None,
+        base: shards.Host,
+    ) -> int:
         """Fills buffers like a learner that pulls; a fragment only with its blocks."""
+        del base
         for (leaf, box), buffer in buffers.items():
             for block, _, part in pieces(self._layout, leaf, box):
                 if fragment in (None, self._layout.fragment_of(block)):
@@ -296,7 +228,7 @@ class _Replayed:
         self._prepared: Prepared = prepare(config, devices)
         self._exchanged = Exchanged(self._prepared, config.exchange)
         self._policy, self._layout = policy, layout
-        self._compressor = Compressor(config.exchange.codec, layout)
+        self._compressor = Compressor(config.exchange.push_codec, layout)
         self._merging = Merging(self._exchanged, layout, read, policy.mix)
         self._state: State | None = None
         # States after these steps are needed again, by a later incarnation.
@@ -394,10 +326,6 @@ def _mesh_of(folder: Path) -> MeshSpec:
 
 def _size(mesh: MeshSpec) -> int:
     return math.prod(getattr(mesh, axis) for axis in AXES)
-
-
-def _key(part: Mapping[str, Any]) -> Key:
-    return part["learner"], part["incarnation"], part["round"]
 
 
 def _same_norm(sum_of_squares: float, logged: float) -> bool:
