@@ -102,6 +102,15 @@ class Config:
         correct = jnp.sum(weights_B * is_right_B)
         return jnp.sum(weights_B * nll_B), jnp.sum(weights_B), {"accuracy": correct}
 
+    def predict(
+        self, params: Params, batch: dict[str, jax.Array], shard: Sharder
+    ) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
+        logits_BK = self.logits(params, batch["image"], shard)
+        chosen_B = jnp.argmax(logits_BK, axis=-1)
+        probability_B = jnp.max(jax.nn.softmax(logits_BK), axis=-1)
+        return {"class": chosen_B, "probability": probability_B}
+
     def num_params(self) -> int:
         shapes = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))

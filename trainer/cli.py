@@ -23,6 +23,7 @@ from .commands import (
     launch,
     ledger,
     plan,
+    predict,
     report,
     rounds,
     serve,
@@ -33,8 +34,8 @@ from .record import failures
 
 # In the order of --help.
 COMMANDS = (
-    *(train, explain, config, data, plan, test, generate, report, ckpt, ledger),
-    *(drill, certify, doctor, launch, rounds, serve),
+    *(train, explain, config, data, plan, test, predict, generate, report, ckpt),
+    *(ledger, drill, certify, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141

@@ -35,6 +35,8 @@ FLAGS = {
     | {"--seed", "--step", "--mesh"},
     "test": {"RUN", "--split", "--step", "--mesh", "--set", "--no-overlap-check"}
     | {"--output"},
+    "predict": {"RUN", "--input", "--split", "--step", "--mesh", "--set"}
+    | {"--output", "--batch-size"},
     "report": {"RUN", "--output"},
     "ckpt ls": {"RUN"},
     "ckpt inspect": {"RUN", "--step"},
