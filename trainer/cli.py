@@ -26,6 +26,7 @@ from .commands import (
     predict,
     report,
     rounds,
+    scale,
     serve,
     test,
     train,
@@ -35,7 +36,7 @@ from .record import failures
 # In the order of --help.
 COMMANDS = (
     *(train, explain, config, data, plan, test, predict, generate, report, ckpt),
-    *(ledger, drill, certify, doctor, launch, rounds, serve),
+    *(ledger, drill, certify, scale, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141

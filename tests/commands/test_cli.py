@@ -49,6 +49,8 @@ FLAGS = {
     | {"--workdir"},
     "certify": {"--config", "--set", "--meshes", "--run", "--steps", "--save-at"}
     | {"--drift", "--run-seconds", "--workdir", "--json"},
+    "scale": {"--config", "--set", "--meshes", "--processes", "--weak", "--rounds"}
+    | {"--steps", "--straggler", "--drift", "--workdir"},
     "doctor": {"--config", "--set", "--workdir", "--address", "--interface", "--port"}
     | {"--seconds", "--json"},
     "rounds simulate": CLUSTER | {"--mode", "--rounds"},
