@@ -172,6 +172,23 @@ class Config:
         """Returns the loss sum, its weight, and other sums, over a batch's tokens."""
         return nnx_pure.bind(self.make, params).loss(batch, shard)
 
+    def predict(
+        self, params: Params, batch: dict[str, jax.Array], shard: Sharder
+    ) -> dict[str, jax.Array]:
+        """Returns each row's mean loss, and its share of tokens predicted right."""
+        model = nnx_pure.bind(self.make, params)
+        logits_BLV = model.head_logits(model.hidden(batch, shard), shard)
+        targets_BL = batch["targets"]
+        nll_BL, _ = cross_entropy(logits_BLV, targets_BL, z_loss=0.0)
+        right_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
+        weights_BL = batch["weights"].astype(jnp.float32)
+        total_B = jnp.sum(weights_BL, axis=-1)
+        loss_B = jnp.sum(nll_BL * weights_BL, axis=-1) / total_B
+        return {
+            "loss": loss_B,
+            "accuracy": jnp.sum(right_BL * weights_BL, axis=-1) / total_B,
+        }
+
     def block(
         self, params: Params, x_BLD: jax.Array, batch: dict[str, Any], shard: Sharder
     ) -> jax.Array:

@@ -23,8 +23,10 @@ from .commands import (
     launch,
     ledger,
     plan,
+    predict,
     report,
     rounds,
+    scale,
     serve,
     test,
     train,
@@ -34,8 +36,8 @@ from .record import failures
 
 # In the order of --help.
 COMMANDS = (
-    *(train, tune, explain, config, data, plan, test, generate, report, ckpt),
-    *(ledger, drill, certify, doctor, launch, rounds, serve),
+    *(train, tune, explain, config, data, plan, test, predict, generate, report),
+    *(ckpt, ledger, drill, certify, scale, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141

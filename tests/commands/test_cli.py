@@ -39,6 +39,8 @@ FLAGS = {
     | {"--seed", "--step", "--mesh"},
     "test": {"RUN", "--split", "--step", "--mesh", "--set", "--no-overlap-check"}
     | {"--output"},
+    "predict": {"RUN", "--input", "--split", "--step", "--mesh", "--set"}
+    | {"--output", "--batch-size"},
     "report": {"RUN", "--output"},
     "ckpt ls": {"RUN"},
     "ckpt inspect": {"RUN", "--step"},
@@ -52,6 +54,8 @@ FLAGS = {
     | {"--workdir"},
     "certify": {"--config", "--set", "--meshes", "--run", "--steps", "--save-at"}
     | {"--drift", "--run-seconds", "--workdir", "--json"},
+    "scale": {"--config", "--set", "--meshes", "--processes", "--weak", "--rounds"}
+    | {"--steps", "--straggler", "--drift", "--workdir"},
     "doctor": {"--config", "--set", "--workdir", "--address", "--interface", "--port"}
     | {"--seconds", "--json"},
     "rounds simulate": CLUSTER | {"--mode", "--rounds"},

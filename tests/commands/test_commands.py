@@ -203,6 +203,38 @@ def test_test_refuses(run, capsys, flags, message):
     assert message in refused(capsys, "test", str(run), *flags)
 
 
+def test_predict(run, capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("abc 1 abcabc " * 4)
+    path = tmp_path / "scores.jsonl"
+    argv = ("predict", str(run), "--input", str(tmp_path / "a.txt"))
+    shown = output(capsys, *argv, "--output", str(path))
+    assert shown == f"4 predictions of {run}, step 8\n{path}\n"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["start"] for row in rows] == [0, 16, 32, 48]
+    assert sum(row["tokens"] for row in rows) == 53
+    assert all(row["file"] == "a.txt" and 0 < row["loss"] < 6 for row in rows)
+    argv = ("predict", str(run), "--split", "eval", "--step", "best")
+    shown = output(capsys, *argv, "--output", str(tmp_path / "eval.npz"))
+    assert shown.endswith("eval.npz\n")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--output", "scores"], "--output scores: expected a name that ends with .j"),
+        (["--output", "none/a.npz"], "folder none does not exist; create it first"),
+        (
+            ["--output", "a.npz", "--batch-size", "0"],
+            "--batch-size must be >= 1, got 0",
+        ),
+        (["--output", "a.npz", "--set", "seed=1"], "--set seed: only the data may"),
+    ],
+)
+def test_predict_refuses(run, capsys, flags, message):
+    argv = ("predict", str(run), "--split", "eval")
+    assert message in refused(capsys, *argv, *flags)
+
+
 def test_report(run, tmp_path, capsys):
     path = tmp_path / "mine.html"
     shown = output(capsys, "report", str(run), "--output", str(path))

@@ -9,7 +9,7 @@ import pytest
 import short_runs
 
 from meshloom.models import convnet
-from meshloom.sharding import Sharder
+from meshloom.sharding import MeshSpec, Sharder, parse_plan
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.run import train
 
@@ -151,3 +151,15 @@ def test_training_is_the_same_on_every_mesh(name, reference):
     # Sums in a different order differ in the last bits, which the steps may amplify.
     np.testing.assert_allclose(losses, reference[1], rtol=1e-5)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_predictions_are_the_likeliest_classes():
+    model = convnet.Config(num_classes=3, size=4, widths=(4, 8), d_hidden=8)
+    params = model.init(jax.random.key(0))
+    image = jax.random.normal(jax.random.key(1), (8, 4, 4, 1))
+    mesh = MeshSpec(fsdp=2, tensor=4).make()
+    shard = Sharder(mesh, parse_plan("data+fsdp+tensor"))
+    found = jax.jit(lambda p, x: model.predict(p, {"image": x}, shard))(params, image)
+    scores = np.asarray(jax.nn.softmax(model.logits(params, image, Sharder())))
+    assert found["class"].tolist() == scores.argmax(-1).tolist()
+    np.testing.assert_allclose(found["probability"], scores.max(-1), rtol=1e-5)

@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 from etils import epath
+from jax.sharding import Mesh
 
 from ..job.group import Group
 from ..program.build import Program
-from ..program.state import State
+from ..program.state import Layout, State
 from ..record.failures import CorruptCheckpoint
 from . import manifest
 from .inspect import Stored
@@ -35,7 +36,7 @@ def find(source: str, program: Program) -> Stored:
         stored = Stored.find(source)
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from error
-    if lines := misfits(stored, program):
+    if lines := misfits(stored, program.layout, program.mesh):
         raise ValueError(
             f"init_from: the weights of checkpoint {stored.path} do not fit this "
             f"config, in {len(lines)} arrays. Use the model that they were saved with, "
@@ -51,7 +52,7 @@ def initialize(stored: Stored, program: Program, group: Group) -> tuple[State, s
     """
     layout, mesh = program.layout, program.mesh
     try:
-        parts = read_weights(stored, program, group)
+        parts = read_weights(stored, program.layout, program.mesh, group)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"init_from: {error}. Choose another.") from error
     counts = " and ".join(
@@ -67,15 +68,17 @@ def initialize(stored: Stored, program: Program, group: Group) -> tuple[State, s
     return state, message
 
 
-def misfits(stored: Stored, program: Program) -> list[str]:
-    """Returns a line for each saved weight that is not one of the program's."""
+def misfits(stored: Stored, layout: Layout, mesh: Mesh) -> list[str]:
+    """Returns a line for each saved weight that is not one of the layout's."""
     arrays = stored.manifest()["arrays"].items()
     weights = {path: x for path, x in arrays if path.split("/")[0] in PARTS}
-    return manifest.mismatches({"arrays": weights}, _target(program))
+    return manifest.mismatches({"arrays": weights}, _target(layout, mesh))
 
 
-def read_weights(stored: Stored, program: Program, group: Group) -> dict[str, Any]:
-    """Reads the weights into the program's shardings, and verifies their digests.
+def read_weights(
+    stored: Stored, layout: Layout, mesh: Mesh, group: Group
+) -> dict[str, Any]:
+    """Reads the weights into the shardings of a mesh, and verifies their digests.
 
     Every process must call this. Layers are in model order.
 
@@ -84,7 +87,8 @@ def read_weights(stored: Stored, program: Program, group: Group) -> dict[str, An
     """
     # Before the digests: a process that gives up alone leaves the others waiting.
     with group.all_or_none("weights"):
-        parts = restore_part(stored.folder, stored.step, _target(program), group)
+        target = _target(layout, mesh)
+        parts = restore_part(stored.folder, stored.step, target, group)
     if paths := manifest.differences(stored.manifest(), parts):
         raise CorruptCheckpoint(
             f"checkpoint {stored.path} is not what was saved: the digests of "
@@ -93,6 +97,6 @@ def read_weights(stored: Stored, program: Program, group: Group) -> dict[str, An
     return parts
 
 
-def _target(program: Program) -> dict[str, Any]:
-    tree = program.abstract_state.to_tree()
+def _target(layout: Layout, mesh: Mesh) -> dict[str, Any]:
+    tree = layout.placed(mesh).to_tree()
     return {name: tree[name] for name in PARTS if name in tree}

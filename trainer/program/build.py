@@ -258,6 +258,13 @@ def _shapes(model: Model, batch: Mapping[str, Any]) -> Batch:
     return shapes
 
 
+def placed_batch(
+    model: Model, batch: Mapping[str, Any], rules: Rules, mesh: Mesh
+) -> Batch:
+    """Returns shapes, dtypes and shardings of a batch, or raises ValueError."""
+    return _shard_batch(model, _shapes(model, batch), rules, mesh, 1)
+
+
 def _shard_batch(
     model: Model, shapes: Batch, rules: Rules, mesh: Mesh, num_microbatches: int
 ) -> Batch:

@@ -39,7 +39,7 @@ class Model(Protocol):
     its parameters: see contract.py. Optional methods: `model_flops(batch)`, the FLOPs
     of one update on a batch of these shapes, without recomputation, to compare with the
     devices' peak; `costs`, see models/costs.py, for plans and forecasts; `stack`, see
-    sharding/pipeline, for a mesh with a pipe axis.
+    sharding/pipeline, for a mesh with a pipe axis; `predict`, see contract.py.
     """
 
     def init(self, key: jax.Array) -> Any:

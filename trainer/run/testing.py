@@ -134,7 +134,7 @@ def run_test(
         found = overlap.find(train, data, log)
         _refuse_overlap(split, found)
     program = _program(changed, data, mesh)
-    state = trained.restore(stored, program)
+    state = trained.restore(stored, program.layout, mesh)
     num_batches = math.ceil(len(data) / program.batch_size)
     rows = evaluating.batch_sums(
         program.evaluate,

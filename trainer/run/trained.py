@@ -14,8 +14,7 @@ from ..checkpoint import init_from, manifest
 from ..checkpoint.inspect import Stored
 from ..checkpoint.manager import committed_steps
 from ..job.group import Group
-from ..program.build import Program
-from ..program.state import Model, State
+from ..program.state import Layout, Model, State
 from ..record.run_folder import CONFIG_GIN, RunFolder
 
 NEWEST, BEST = "newest", "best"
@@ -87,19 +86,19 @@ def row_multiple(model: Model, rules: Rules, mesh: Mesh) -> int:
     return multiple
 
 
-def restore(stored: Stored, program: Program) -> State:
-    """Restores the weights into a program without an optimizer, and verifies them."""
-    if lines := init_from.misfits(stored, program):
+def restore(stored: Stored, layout: Layout, mesh: Mesh) -> State:
+    """Restores the weights into a layout without an optimizer, and verifies them."""
+    if lines := init_from.misfits(stored, layout, mesh):
         raise ValueError(
             f"checkpoint {stored.path} does not fit the config of its run folder, in "
             f"{len(lines)} arrays, first {lines[0]}. Restore the folder, or the code "
             "of the model, as it was when the run was trained."
         )
-    parts = init_from.read_weights(stored, program, Group())
-    step = jax.device_put(np.int32(stored.step), program.shardings.step)
-    nothing = program.abstract_state.opt_state
+    parts = init_from.read_weights(stored, layout, mesh, Group())
+    step = jax.device_put(np.int32(stored.step), layout.shardings(mesh).step)
+    nothing = layout.abstract.opt_state
     state = State(step, parts["params"], nothing, parts.get("variables", {}))
-    return program.layout.arranged(state, program.mesh)
+    return layout.arranged(state, mesh)
 
 
 def refuse_pipe(mesh: Mesh, command: str) -> None:
