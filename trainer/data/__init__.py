@@ -4,11 +4,12 @@ The path of a batch: `sources` opens a split, `documents` finds and splits its f
 `packing` cuts their tokens into examples, `shuffle` orders the examples, and `batches`
 reads the rows of a step and places them on the devices.
 
-Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.Synthetic` and
-`data.Digits`.
+Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.Synthetic`,
+`data.Digits` and, around another one, `data.Augmented`.
 Importing this package does not import jax; `data.batches` does.
 """
 
+from .augmented import Augmented as Augmented
 from .images import Arrays as Arrays
 from .images import Digits as Digits
 from .shuffle import Order as Order
