@@ -32,7 +32,7 @@ def checkout(tmp_path) -> pathlib.Path:
     """A folder that looks like the checkout, so that runs/ is created outside of it."""
     folder = tmp_path / "checkout"
     folder.mkdir()
-    names = ["docs", "benchmarks", "README.md", "Makefile"]
+    names = ["docs", "benchmarks", "examples", "README.md", "Makefile"]
     for name in (*names, "pyproject.toml", "constraints.txt"):
         (folder / name).symlink_to(ROOT / name)
     return folder
