@@ -32,16 +32,18 @@ def attend(
     shard: Sharder,
     *,
     segments_BL: jax.Array | None = None,
+    causal: bool = True,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Computes causal attention; with segments, only within each segment."""
+    """Computes attention; with segments, only within each segment."""
     _, L, _, K = q_BLHK.shape
     chosen = choose(implementation, shard.platform, q_BLHK.dtype.itemsize, L, K)
     arrays = [q_BLHK, k_BSGK, v_BSGK]
     if segments_BL is not None:
         arrays.append(segments_BL)
     if chosen == "xla":
-        return checkpoint_name(_dot_product(*arrays), "attended")
+        out_BLHK = _dot_product(*arrays, causal=causal)
+        return checkpoint_name(out_BLHK, "attended")
     queries, keys = (
         shard.spec(x.shape, ("batch", "length", heads, "head_dim"))
         for x, heads in ((q_BLHK, "heads"), (k_BSGK, "kv_heads"))
@@ -49,12 +51,12 @@ def attend(
     _check_sharding(chosen, q_BLHK.shape, k_BSGK.shape, queries, keys)
     specs = (queries, keys, keys, P(*queries[:2]))[: len(arrays)]
     if chosen == "cudnn":
-        run = functools.partial(_dot_product, implementation=chosen)
+        run = functools.partial(_dot_product, causal=causal, implementation=chosen)
         out_BLHK = shard.local(run, specs, queries)(*arrays)
         return checkpoint_name(out_BLHK, "attended")
     from .splash import splash
 
-    run = functools.partial(splash, interpret=shard.platform != "tpu")
+    run = functools.partial(splash, causal=causal, interpret=shard.platform != "tpu")
     return shard.local(run, specs, queries)(*arrays)
 
 
@@ -64,13 +66,19 @@ def _dot_product(
     v_BSGK: jax.Array,
     segments_BL: jax.Array | None = None,
     *,
+    causal: bool,
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> jax.Array:
     mask = None
     if segments_BL is not None:
         mask = segments_BL[:, None, :, None] == segments_BL[:, None, None, :]
     return jax.nn.dot_product_attention(
-        q_BLHK, k_BSGK, v_BSGK, mask=mask, is_causal=True, implementation=implementation
+        q_BLHK,
+        k_BSGK,
+        v_BSGK,
+        mask=mask,
+        is_causal=causal,
+        implementation=implementation,
     )
 
 

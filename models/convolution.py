@@ -4,6 +4,7 @@ Shape letters: B batch, H height, W width, C channels.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,12 @@ def bias(width: int, axis: str) -> nnx.Param:
     return nnx.Param(jnp.zeros(width), axes=(axis,))
 
 
-def gathered(module: nnx.Module, name: str, shard: Sharder) -> jax.Array:
-    """Returns a weight of a module as the rules gather it for computation."""
+def gathered(
+    module: nnx.Module, name: str, shard: Sharder, dtype: Any = None
+) -> jax.Array:
+    """Returns a weight of a module, cast and gathered by the rules to compute with."""
     variable = getattr(module, name)
-    return shard.weight(variable[...], variable.get_metadata()["axes"])
+    return shard.weight(variable[...], variable.get_metadata()["axes"], dtype)
 
 
 def convolve(

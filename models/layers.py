@@ -5,6 +5,7 @@ F hidden width.
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .transformer import Config
 
 RESIDUAL = ("batch", "residual_length", "embed")
+# Drops a part of what attention (0) or the MLP (1) adds to the residual stream.
+Drop = Callable[[jax.Array, int], jax.Array]
 INITIAL_SCALE = 0.02
 
 
@@ -80,6 +83,7 @@ class Attention(nnx.Module):
             v,
             shard,
             segments_BL=segments_BL,
+            causal=self.config.causal,
             implementation=self.config.attention,
         )
         out = shard(out, ("batch", "length", "heads", "head_dim"))
@@ -154,16 +158,23 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_BLD, positions_BL, segments_BL, shard: Sharder) -> jax.Array:
+    def __call__(
+        self,
+        x_BLD,
+        positions_BL,
+        segments_BL,
+        shard: Sharder,
+        drop: Drop = lambda y, part: y,
+    ) -> jax.Array:
         y = self.attention(
             self._gather_length(self.attention_norm(x_BLD, shard), shard),
             positions_BL,
             segments_BL,
             shard,
         )
-        x_BLD = checkpoint_name(x_BLD + shard(y, RESIDUAL), "middle")
+        x_BLD = checkpoint_name(x_BLD + shard(drop(y, 0), RESIDUAL), "middle")
         y = self.mlp(self._gather_length(self.mlp_norm(x_BLD, shard), shard), shard)
-        return x_BLD + shard(y, RESIDUAL)
+        return x_BLD + shard(drop(y, 1), RESIDUAL)
 
     def decode(self, x_B1D, cache, position, shard: Sharder):
         y, cache = self.attention.decode(

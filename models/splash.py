@@ -1,6 +1,7 @@
-"""Causal attention on TPUs, in one kernel that never stores its scores.
+"""Attention on TPUs, in one kernel that never stores its scores.
 
-The kernel is jax's splash attention (Pallas). It skips blocks above the diagonal.
+The kernel is jax's splash attention (Pallas). If causal, it skips blocks above
+the diagonal.
 
 Shape letters: B batch, L length, H heads, G key-value heads, K head width.
 """
@@ -27,6 +28,7 @@ def splash(
     v_BLGK: jax.Array,
     segments_BL: jax.Array | None = None,
     *,
+    causal: bool,
     interpret: bool,
 ) -> jax.Array:
     """Computes attention [B, L, H, K] on one device's examples and heads.
@@ -42,7 +44,7 @@ def splash(
     _, L, H, K = q_BLHK.shape
     q_BLHK = (q_BLHK.astype(jnp.float32) * K**-0.5).astype(q_BLHK.dtype)
     by_head = [x.swapaxes(1, 2) for x in (q_BLHK, k_BLGK, v_BLGK)]
-    kernel = _kernel(H, L, interpret)
+    kernel = _kernel(H, L, causal, interpret)
     if segments_BL is None:
         out_BHLK: jax.Array = jax.vmap(kernel)(*by_head)
     else:
@@ -51,7 +53,9 @@ def splash(
     return out_BHLK.swapaxes(1, 2)
 
 
-def _kernel(num_heads: int, length: int, interpret: bool) -> Callable[..., Any]:
+def _kernel(
+    num_heads: int, length: int, causal: bool, interpret: bool
+) -> Callable[..., Any]:
     block = block_size(length)
     assert block is not None, length
     sizes = kernels.BlockSizes(
@@ -63,7 +67,8 @@ def _kernel(num_heads: int, length: int, interpret: bool) -> Callable[..., Any]:
         # The fused kernel takes five products per block, two separate ones take seven.
         use_fused_bwd_kernel=True,
     )
-    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads)
+    mask_of_head = masks.CausalMask if causal else masks.FullMask
+    mask = masks.MultiHeadMask([mask_of_head((length, length))] * num_heads)
     return kernels.make_splash_mha_single_device(
         mask,
         block_sizes=sizes,

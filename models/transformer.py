@@ -87,6 +87,8 @@ class Config:
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
 
+    # Whether a position sees only those before it.
+    causal: ClassVar[bool] = True
     # The field that sets the size of each logical axis, for error messages.
     axis_settings: ClassVar[Mapping[str, str]] = {
         "vocab": "pad_vocab_to",

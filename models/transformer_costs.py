@@ -276,12 +276,12 @@ def _plain(a: _Arrays) -> _Attention:
         working=(*least, scores) if c.remat == "save-dots" else least,
         working_if_split=(scores,) if c.remat == "full" else (),
         waiting=(scores, exact),
-        kept_once=masks,
+        kept_once=masks if c.causal else (),
     )
 
 
 def _cudnn(a: _Arrays) -> _Attention:
-    """cuDNN's kernel, of which a causal mask leaves half.
+    """cuDNN's kernel, of whose scores a causal mask leaves half.
 
     Its backward pass recomputes the scores. No policy keeps the sums over keys that it
     needs, so with any remat it runs forward again too.
@@ -293,7 +293,7 @@ def _cudnn(a: _Arrays) -> _Attention:
         named=(a.attended,),
         working=(),
         backward=(3, 2),
-        share=0.5,
+        share=0.5 if a.config.causal else 1.0,
     )
 
 
@@ -310,6 +310,8 @@ def _splash(a: _Arrays) -> _Attention:
     again = RECOMPUTED[c.remat] if c.remat != "save-named" else ()
 
     def share(keys: int) -> float:
+        if not c.causal:
+            return 1.0
         blocks = causal_blocks(a.L // block, a.L // keys, block, keys)
         return blocks * block * keys / a.L**2
 

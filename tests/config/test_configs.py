@@ -22,6 +22,7 @@ PUBLISHED = {
 MESHES = {
     "digits": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
     "digits_resnet": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
+    "digits_vit": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
     "drill": ["data=8", "fsdp=4,tensor=2"],
     "default": ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"],
     "gpt2_124m": ["fsdp=8", "data=4,fsdp=4", "data=2,fsdp=2,tensor=4"],
@@ -29,7 +30,11 @@ MESHES = {
     "llama3_8b": ["fsdp=64", "fsdp=16,tensor=4", "replica=2,fsdp=32"],
     "llama3_70b": ["fsdp=64,tensor=4", "fsdp=256", "replica=4,fsdp=32,tensor=8"],
 }
-IMAGES = {"digits": 38_282, "digits_resnet": 77_290}  # and their parameters
+IMAGES = {
+    "digits": 38_282,
+    "digits_resnet": 77_290,
+    "digits_vit": 136_010,
+}  # and their parameters
 # Also with the residual stream sharded by position, and both sides of a matrix sharded.
 PLANS = ("data+fsdp+tensor", "data+fsdp+tensor+sequence", "data+tensor2d")
 

@@ -1,7 +1,8 @@
 """The vision models as shipped: 20 steps with the same losses on every mesh.
 
-At a small constant learning rate: at the rate of the configs, AdamW and the ReLUs
-amplify the last bits of float32 sums to 1e-3 within 20 steps (docs/vision.md).
+At small constant learning rates: at the rate of its config, AdamW and the ReLUs of the
+residual network amplify the last bits of float32 sums to 1e-3 within 20 steps
+(docs/vision.md).
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ from meshloom.trainer.config import files as config_files
 from meshloom.trainer.program.schedules import Constant
 from meshloom.trainer.run import train
 
-NUM_STEPS, RATE = 20, 1e-4
+NUM_STEPS = 20
+RATES = {"digits_resnet": 1e-4, "digits_vit": 1e-3}
 
 # (config, mesh): how many ways some of its arrays are sharded, parameters and variables
 CASES = {
@@ -42,6 +44,14 @@ CASES = {
         "stem_norm/mean": 2,
         "head": 2,
     },
+    ("digits_vit", "fsdp=8"): {"blocks/attention/qkv": 8, "patch": 8, "position": 8},
+    ("digits_vit", "data=2,tensor=4"): {
+        "blocks/attention/qkv": 4,
+        "blocks/attention/out": 4,
+        "blocks/mlp/down": 4,
+        "patch": 1,
+    },
+    ("digits_vit", "data=2,fsdp=2,tensor=2"): {"blocks/mlp/up": 4, "head": 2},
 }
 
 
@@ -49,7 +59,7 @@ CASES = {
 def config(name: str) -> train.Config:
     loaded = config_files.load([name], root=train.Config).config
     return dataclasses.replace(
-        loaded, num_steps=NUM_STEPS, schedule=Constant(value=RATE)
+        loaded, num_steps=NUM_STEPS, schedule=Constant(value=RATES[name])
     )
 
 

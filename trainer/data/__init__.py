@@ -9,12 +9,13 @@ says which belong to a split.
 
 Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.ArrayFiles`,
 `data.Csv`, `data.Parquet`, `data.HuggingFace`, `data.ImageFolder`,
-`data.Synthetic` and `data.Digits`.
+`data.Synthetic`, `data.Digits` and, around another one, `data.Augmented`.
 Importing this package does not import jax; `data.batches` does.
 """
 
 from .array_files import ArrayFiles as ArrayFiles
 from .array_files import Csv as Csv
+from .augmented import Augmented as Augmented
 from .image_folder import ImageFolder as ImageFolder
 from .images import Arrays as Arrays
 from .images import Digits as Digits

@@ -268,13 +268,15 @@ def _check_slices(spec: MeshSpec, target: Target) -> None:
 
 
 def _length(config: "Config") -> int:
-    length = getattr(config.data, "length", None)
-    if length is None:
-        raise ValueError(
-            f"data {type(config.data).__name__} has no attribute `length`, and a "
-            "forecast opens no data. Use one of the sources of meshloom.trainer.data."
-        )
-    return length
+    """Returns the positions of an example, known to its data or to the model."""
+    for node in (config.data, config.model):
+        if (length := getattr(node, "length", None)) is not None:
+            return length
+    raise ValueError(
+        f"data {type(config.data).__name__} has no attribute `length`, nor has model "
+        f"{type(config.model).__name__}, and a forecast opens no data. Use one of the "
+        "sources of text in meshloom.trainer.data."
+    )
 
 
 def axes_of(case: Case, product: Any, name: str) -> tuple[str, ...]:

@@ -160,9 +160,12 @@ def make_staging(
     settings = settings.plain()
     name, num_chunks = settings.schedule, settings.num_chunks
     each = _examples_each(batch_size, mesh, rules)
-    num = num_microbatches
+    stack, num = model.stack(), num_microbatches
+    # Stages that divide the work outside the blocks by examples need some for each.
+    by_example = stack.split_dim == 0 and each % num_stages == 0
+    groups = each // num_stages if by_example else each
     if num is None:
-        num = best_microbatches(name, num_stages, num_chunks, divisors(each))
+        num = best_microbatches(name, num_stages, num_chunks, divisors(groups))
     elif each % num:
         below = max(n for n in divisors(each) if n < num)
         above = [n for n in divisors(each) if n > num][:1]
@@ -172,7 +175,6 @@ def make_staging(
             f"{' or '.join(map(str, [below, *above]))}, or change batch_size."
         )
     schedule = _make(name, num_stages, num, num_chunks)
-    stack = model.stack()
     if num_layers is None:
         state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
         blocks = state[stack.blocks]
@@ -186,7 +188,7 @@ def make_staging(
     simulation = _simulate(schedule, stack.remat, settings.gather, each_stage)
     advice = ""
     if advise:
-        advice = _advice(schedule, derived, each, batch_size, each_stage)
+        advice = _advice(schedule, derived, groups, batch_size, each_stage)
     return Staging(schedule, simulation, order, derived=derived, advice=advice)
 
 
@@ -206,7 +208,7 @@ def _advice(
     """Returns which settings would shrink the bubble, "" if it is small.
 
     Args:
-      each: examples of a batch per device.
+      each: examples of a batch per device, or groups that cannot be divided.
       num_layers: layers per stage.
     """
     if (bubble := simulate(schedule).bubble) <= LARGE_BUBBLE:
