@@ -9,7 +9,7 @@ says which belong to a split.
 
 Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.ArrayFiles`,
 `data.Csv`, `data.Parquet`, `data.HuggingFace`, `data.ImageFolder`,
-`data.Synthetic` and `data.Digits`.
+`data.Synthetic`, `data.Digits` and `data.Mixture`.
 Importing this package does not import jax; `data.batches` does.
 """
 
@@ -18,6 +18,8 @@ from .array_files import Csv as Csv
 from .image_folder import ImageFolder as ImageFolder
 from .images import Arrays as Arrays
 from .images import Digits as Digits
+from .mixture import Mixture as Mixture
+from .orders import order_of as order_of
 from .parquet import HuggingFace as HuggingFace
 from .parquet import Parquet as Parquet
 from .shuffle import Order as Order

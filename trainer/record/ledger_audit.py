@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...sharding.text import align
+from ..data.orders import AnyOrder, order_from
 from ..data.shuffle import Order
 from ..program import digest
 from .ledger import Ledger
@@ -38,7 +39,7 @@ class Attempt:
     """
 
     batch_size: int
-    order: Order
+    order: AnyOrder
     data: str | None
     is_learner: bool = False
 
@@ -204,8 +205,13 @@ def examine(rows: Iterable[Row]) -> Audit:
 
 
 def _attempt(row: Row) -> Attempt:
-    order = Order(row["num_examples"], row["seed"])
+    order = order_of_start(row)
     return Attempt(row["batch_size"], order, row.get("data"), "learner" in row)
+
+
+def order_of_start(row: Row) -> AnyOrder:
+    """Returns the order of the data that a start of a run was recorded with."""
+    return order_from(row["num_examples"], row["seed"], row)
 
 
 def _drop_after(step: int, history: dict, passed_over: dict, found: Audit) -> None:
@@ -260,28 +266,26 @@ def _missing(found: Audit) -> list[str]:
 def _repeated(found: Audit) -> list[str]:
     """Returns samples of the same data that were used twice in one epoch."""
     faults = []
-    # By data and epoch: the use of each sample, counted from 1.
-    seen: dict[tuple[tuple[str | None, int], int], np.ndarray] = {}
+    # By data: the epoch and the number, from 1, of the use of each sample, for its last
+    # even and its last odd epoch. Uses are sorted, so earlier ones are not needed.
+    seen: dict[tuple[str | None, int], np.ndarray] = {}
     uses = _uses(found)
     for number, (first, stop, who, attempt) in enumerate(uses, start=1):
         epochs, ids = attempt.order.index(np.arange(first, stop))
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            key = attempt.dataset, epoch
-            if key not in seen:
-                # Uses are sorted, so only the last two epochs are needed.
-                for old in [k for k in seen if k[1] < epoch - 1]:
-                    del seen[old]
-                seen[key] = np.zeros(attempt.order.num_examples, np.int32)
+        shape = 2, 2, attempt.order.num_examples
+        known = seen.setdefault(attempt.dataset, np.zeros(shape, np.int32))
+        for epoch in np.unique(epochs).tolist():
+            in_epoch, used_by = known[epoch % 2]
             mine = ids[epochs == epoch]
-            earlier = seen[key][mine]
+            earlier = np.where(in_epoch[mine] == epoch, used_by[mine], 0)
             if again := int(np.count_nonzero(earlier)):
-                sample = int(mine[np.argmax(earlier > 0)])
-                by = uses[int(seen[key][sample]) - 1][2]
+                place = int(np.argmax(earlier > 0))
                 faults.append(
                     f"{who} has {again} samples that epoch {epoch} has already used, "
-                    f"the first is sample {sample}, used by {by}"
+                    f"the first is sample {mine[place]}, used by "
+                    f"{uses[int(earlier[place]) - 1][2]}"
                 )
-            seen[key][mine] = number
+            in_epoch[mine], used_by[mine] = epoch, number
     return faults
 
 

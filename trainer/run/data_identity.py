@@ -162,6 +162,12 @@ def _listing(datasets: Mapping[str, Dataset]) -> list[Any]:
 
 
 def _files(data: Dataset) -> Mapping[str, str]:
+    if parts := getattr(data, "parts", None):
+        return {
+            f"{part}/{name}": path
+            for part, dataset in parts.items()
+            for name, path in _files(dataset).items()
+        }
     files = getattr(data, "files", None)
     return files() if files is not None else {}
 
@@ -173,16 +179,27 @@ def _splits(
 ) -> dict[str, Split]:
     splits = {}
     for name, data in datasets.items():
-        if files := _files(data):
-            stamps = file_digests.read(files, known, log)
-            known = {**known, **{k: [v, *known.get(k, [])] for k, v in stamps.items()}}
-            digest = _digest_of("".join(s.digest for s in stamps.values()))
-            splits[name] = Split(digest, len(data), stamps)
-        elif (own := data.describe().get("digest")) is not None:
-            splits[name] = Split(str(own), len(data))
-        else:
-            splits[name] = Split(_digest_of_examples(name, data, log), len(data))
+        stamps = file_digests.read(_files(data), known, log)
+        known = {**known, **{k: [v, *known.get(k, [])] for k, v in stamps.items()}}
+        splits[name] = Split(_digest(name, data, stamps, log), len(data), stamps)
     return splits
+
+
+def _digest(
+    name: str, data: Dataset, stamps: Mapping[str, Stamp], log: Callable[[str], None]
+) -> str:
+    """Returns the digest of a dataset's contents, given the stamps of its files."""
+    if parts := getattr(data, "parts", None):
+        digests = []
+        for part, dataset in parts.items():
+            own = {k: stamps[f"{part}/{k}"] for k in _files(dataset)}
+            digests.append(_digest(f"{name} of {part}", dataset, own, log))
+        return _digest_of("".join(digests))
+    if stamps:
+        return _digest_of("".join(stamp.digest for stamp in stamps.values()))
+    if (own := data.describe().get("digest")) is not None:
+        return str(own)
+    return _digest_of_examples(name, data, log)
 
 
 def _digest_of(text: str) -> str:

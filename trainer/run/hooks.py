@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from ..data.batches import Shardings, device_batches
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
 from ..program.state import State
 from ..program.step import WEIGHT
-from ..record.ledger import Ledger
+from ..record.ledger import BLOCK, Ledger
 from ..record.metrics import Writer
 from ..record.progress import Progress
 from .early_stop import NEVER, EarlyStop
@@ -33,6 +33,7 @@ class Recorder:
       unit: what throughput is counted in, such as tokens.
       units_per_step: how many of them a step processes.
       batches_ahead: see checkpoint.restore.Position.
+      facts: metrics of the host's own, given the number of a batch.
       bubble: the simulated bubble of a pipeline as a share of the step; None without
         a pipeline.
     """
@@ -45,10 +46,14 @@ class Recorder:
     ledger: Ledger
     batches_ahead: int = 0
     bubble: float | None = None
+    facts: Callable[[int], Mapping[str, float]] | None = None
 
     def __call__(self, rows: list[StepMetrics]) -> None:
         if not rows:
             return
+        for row in rows if self.facts is not None else ():
+            ahead = int(row["step"]) - 1 + self.batches_ahead
+            row |= self.facts(int(row.get(BLOCK, ahead)))  # type: ignore
         self.ledger.steps(rows, self.batches_ahead)
         for row in rows:
             row.pop(WEIGHT, None)  # for learners; of no use to readers of the files

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,8 +13,10 @@ from jax.sharding import Mesh
 from ...sharding.mesh import mesh_sizes
 from ...sharding.text import counted, human_bytes
 from ..config import tree as config_tree
-from ..data import Dataset, throughput_unit
+from ..data import Dataset, mixing, order_of, throughput_unit
 from ..data.batches import SAMPLE_IDS, check_dtype
+from ..data.mixing import MixedOrder
+from ..data.orders import AnyOrder
 from ..program import compiler_options, contract
 from ..program.build import Batch, IdleAxis, Program, build
 from ..program.computation import Choose, Chosen, choose_plain
@@ -67,6 +69,20 @@ class Prepared:
         """The splits that are used, by name."""
         others = {name: split.data for name, split in self.held_out.items()}
         return {"train": self.train_data, **others}
+
+    @functools.cached_property
+    def order(self) -> AnyOrder:
+        """The order of the run's examples."""
+        return order_of(self.train_data, self.config.seed, self.config.batch_size)
+
+    @property
+    def shares(self) -> Callable[[int], Mapping[str, float]] | None:
+        """Returns the share of each source of a mixture up to and with a batch."""
+        order = self.order
+        if not isinstance(order, MixedOrder):
+            return None
+        names = list(self.train_data.parts)  # type: ignore
+        return lambda batch: mixing.shares(order, names, (batch + 1) * self.batch_size)
 
     @property
     def matmul_dtype(self) -> str:

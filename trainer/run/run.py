@@ -209,6 +209,7 @@ class Run:
             self.ledger,
             position.batches_ahead,
             self._bubble,
+            self.prepared.shares,
         )
         stop = EarlyStop.of(config, self.group, position, self.learner, self._stopped)
         hooks, save = self._built_in_hooks(
@@ -363,6 +364,7 @@ class Run:
             seed=config.seed,
             num_examples=len(data),
             data=identity.splits["train"].digest if identity else None,
+            **self.prepared.order.facts(),
             **self._learner_facts(),
         )
 
