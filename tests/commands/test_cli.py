@@ -23,7 +23,7 @@ CLUSTER |= {"--latency", "--mtbf", "--restart", "--seed", "--policy", "--svg", "
 FLAGS = {
     "train": CONFIG_FLAGS
     | {"--workdir", "--steps", "--cpu-devices", "--dry-run", "--insist"}
-    | {"--exchange", "--learner"},
+    | {"--exchange", "--learner", "--follow"},
     "explain": CONFIG_FLAGS | {"--json", "--against"},
     "config show": CONFIG_FLAGS,
     "config diff": {"A", "B"},

@@ -21,7 +21,7 @@ def add(commands) -> None:
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--step", type=int, metavar="N", help="default: the newest checkpoint"
+        "--step", type=int, metavar="N", help="default: the published weights"
     )
     parser.add_argument(
         "--mesh",
@@ -38,7 +38,7 @@ def _generate(args: argparse.Namespace) -> None:
     from ..checkpoint import manager
     from ..config import files as config_files
     from ..program.computation import layout_of
-    from ..record import run_folder
+    from ..record import published, run_folder
     from ..run import sampling
     from ..run.train import Config
 
@@ -53,7 +53,9 @@ def _generate(args: argparse.Namespace) -> None:
             f"{run_folder.CONFIG_GIN} and a checkpoint. Give the folder of a run that "
             "has saved one."
         )
-    step = steps[-1] if args.step is None else args.step
+    newest = published.read(folder.path)
+    default = steps[-1] if newest is None else newest.step
+    step = default if args.step is None else args.step
     if step not in steps:
         raise ValueError(
             f"{folder.path} has no checkpoint of step {step}; it has "

@@ -127,7 +127,10 @@ class MixedOrder:
             count = self._before[phase][source] + blocks[here] * slots[source]
             epoch, place = np.divmod(count + ranks[rows, places][here], size)
             if len(place):
-                keys = shuffle.keys(self.seed, epoch) + np.array([source], np.uint64) * _SALT
+                keys = (
+                    shuffle.keys(self.seed, epoch)
+                    + np.array([source], np.uint64) * _SALT
+                )
                 place = shuffle.permute(place, size, keys).astype(np.int64)
             epochs[here], indices[here] = epoch, first + place
             first += size

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from .growth import GrownOrder, Part
 from .mixing import MixedOrder
 from .shuffle import Order
 
@@ -33,4 +34,6 @@ def order_from(num_examples: int, seed: int, facts: Mapping[str, Any]) -> AnyOrd
     if mixture := facts.get("mixture"):
         phases = tuple((start, tuple(slots)) for start, slots in mixture["phases"])
         return MixedOrder(tuple(mixture["sizes"]), phases, seed)
+    if parts := facts.get("parts"):
+        return GrownOrder(tuple(Part(*part) for part in parts), seed)
     return Order(num_examples, seed)

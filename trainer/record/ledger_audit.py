@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...sharding.text import align
+from ..data.growth import GrownOrder, Part
 from ..data.orders import AnyOrder, order_from
 from ..data.shuffle import Order
 from ..program import digest
@@ -45,8 +46,21 @@ class Attempt:
 
     @property
     def dataset(self) -> tuple[str | None, int]:
-        """Identifies the samples: equal for two starts with the same data."""
-        return self.data, self.order.num_examples
+        """Identifies the samples: equal for two starts with the same data.
+
+        Data that has grown is that of its first part.
+        """
+        return self.data, self.parts[0].stop
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        size = self.order.num_examples
+        return getattr(self.order, "parts", (Part(0, 0, size),))
+
+    def grown(self, part: Sequence[int]) -> "Attempt":
+        """Returns the attempt with another part of the data."""
+        order = GrownOrder((*self.parts, Part(*part)), self.order.seed)
+        return dataclasses.replace(self, order=order)
 
     def describe(self) -> str:
         digest = "of unknown digest" if self.data is None else self.data[:16]
@@ -173,7 +187,11 @@ def examine(rows: Iterable[Row]) -> Audit:
         if kind == "data_changed":
             announced.add(row["digest"][1])
         elif kind == "start":
-            attempt, started = _attempt(row), True
+            before, attempt, started = attempt, _attempt(row), True
+            if attempt.dataset == before.dataset:
+                found.faults += _changed_parts(before, attempt)
+        elif kind == "grown":
+            attempt = attempt.grown(row["part"])
         elif kind in ("restore", "joined"):
             started = False
             _drop_after(row["step"], history, passed_over, found)
@@ -237,6 +255,14 @@ def _unannounced(found: Audit, announced: set[str]) -> list[str]:
     return faults
 
 
+def _changed_parts(before: Attempt, now: Attempt) -> list[str]:
+    """Returns parts of data that has grown, if they are not what they were."""
+    if now.parts[: len(before.parts)] == before.parts:
+        return []
+    sizes = (", ".join(str(len(part)) for part in x.parts) for x in (before, now))
+    return ["the data had parts of {} examples, and later of {}".format(*sizes)]
+
+
 def _gaps(history: Sequence[Applied]) -> list[str]:
     expected = range(1, len(history) + 1)
     wrong = (s.step for s, n in zip(history, expected, strict=True) if s.step != n)
@@ -272,8 +298,8 @@ def _repeated(found: Audit) -> list[str]:
     uses = _uses(found)
     for number, (first, stop, who, attempt) in enumerate(uses, start=1):
         epochs, ids = attempt.order.index(np.arange(first, stop))
-        shape = 2, 2, attempt.order.num_examples
-        known = seen.setdefault(attempt.dataset, np.zeros(shape, np.int32))
+        known = _grown(seen.get(attempt.dataset), attempt.order.num_examples)
+        seen[attempt.dataset] = known
         for epoch in np.unique(epochs).tolist():
             in_epoch, used_by = known[epoch % 2]
             mine = ids[epochs == epoch]
@@ -287,6 +313,15 @@ def _repeated(found: Audit) -> list[str]:
                 )
             in_epoch[mine], used_by[mine] = epoch, number
     return faults
+
+
+def _grown(known: np.ndarray | None, size: int) -> np.ndarray:
+    """Returns the same array with room for more samples if it has too few."""
+    if known is None:
+        return np.zeros((2, 2, size), np.int32)
+    if (missing := size - known.shape[-1]) <= 0:
+        return known
+    return np.pad(known, ((0, 0), (0, 0), (0, missing)))
 
 
 def wrong_samples(history: Sequence[Applied]) -> list[str]:

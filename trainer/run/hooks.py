@@ -156,6 +156,7 @@ class Save:
         manifest.
       early_stop: says whether this step is the last one, although it is not num_steps;
         what it has seen goes into the manifest.
+      stop: the last step for now, which may come before num_steps.
       last_step: the newest step that was saved.
       has_reported_wait: whether waiting for the previous save was printed once.
     """
@@ -168,11 +169,13 @@ class Save:
     batches_ahead: int = 0
     evaluate: Evaluate | None = None
     early_stop: EarlyStop = NEVER
+    stop: int | None = None
     last_step: int | None = None
     has_reported_wait: bool = False
 
     def __call__(self, step: int, state: State) -> None:
-        is_last = step >= self.prepared.config.num_steps or self.early_stop.is_over()
+        stop = self.prepared.config.num_steps if self.stop is None else self.stop
+        is_last = step >= stop or self.early_stop.is_over()
         if self.failed_steps.consecutive and not is_last:
             self.progress.message(f"step {step} failed: no checkpoint is saved")
             return
