@@ -23,7 +23,7 @@ CLUSTER |= {"--latency", "--mtbf", "--restart", "--seed", "--policy", "--svg", "
 FLAGS = {
     "train": CONFIG_FLAGS
     | {"--workdir", "--steps", "--cpu-devices", "--dry-run", "--insist"}
-    | {"--exchange", "--learner"},
+    | {"--exchange", "--learner", "--follow"},
     "tune": CONFIG_FLAGS
     | {"--space", "--trials", "--parallel", "--workdir", "--steps", "--metric"}
     | {"--maximize", "--sampler", "--pruner", "--seed", "--cpu-devices", "--launch"}

@@ -21,7 +21,7 @@ def add(commands) -> None:
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--step", type=int, metavar="N", help="default: the newest checkpoint"
+        "--step", type=int, metavar="N", help="default: the published weights"
     )
     parser.add_argument(
         "--mesh",

@@ -45,6 +45,11 @@ def add(commands) -> None:
         help="which learner of how many this is, from 0/N; with --exchange",
     )
     parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="when all data was read, wait for files that are added and go on",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check everything and show the plan, without writing or training",
@@ -78,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         loaded = load(args)
         if args.steps is not None:
             loaded = config_files.override(loaded, "num_steps", args.steps, "--steps")
+        if args.follow:
+            loaded = config_files.override(loaded, "follow", True, "--follow")
         loaded = with_exchange(loaded, args.exchange, args.learner)
     loaded = with_fewer_processes(loaded, group.size)
     workdir = args.workdir or Path("runs") / Path(config_names(args)[-1]).stem
@@ -163,11 +170,12 @@ def _dry_run(config, workdir: Path, group, insist: bool) -> None:
     from ..plan.choosing import choose_here
     from ..record import storage
     from ..record.run_folder import RunFolder
-    from ..run import continuing, data_identity
+    from ..run import continuing, data_identity, following
     from ..run.prepare import prepare
 
-    prepared = prepare(config, choose=choose_here)
     folder = RunFolder(workdir)
+    source = following.source_of(config, folder.path)
+    prepared = prepare(config, choose=choose_here, source=source)
     saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
     continuing.check(config, folder, saved, insist=insist)
     init_from.check(config.init_from, prepared.program, saved)

@@ -9,7 +9,8 @@ says which belong to a split.
 
 Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.ArrayFiles`,
 `data.Csv`, `data.Parquet`, `data.HuggingFace`, `data.ImageFolder`,
-`data.Synthetic`, `data.Digits` and, around another one, `data.Augmented`.
+`data.Synthetic` and `data.Digits`; `data.Mixture` draws from several, and
+`data.Augmented` changes the images of one.
 Importing this package does not import jax; `data.batches` does.
 """
 
@@ -19,6 +20,8 @@ from .augmented import Augmented as Augmented
 from .image_folder import ImageFolder as ImageFolder
 from .images import Arrays as Arrays
 from .images import Digits as Digits
+from .mixture import Mixture as Mixture
+from .orders import order_of as order_of
 from .parquet import HuggingFace as HuggingFace
 from .parquet import Parquet as Parquet
 from .shuffle import Order as Order

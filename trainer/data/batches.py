@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .shuffle import Order
+from .orders import AnyOrder
 from .sources import Dataset
 
 Shardings = NamedSharding | Mapping[str, NamedSharding]
@@ -73,7 +73,7 @@ class Batches:
     def __init__(
         self,
         dataset: Dataset,
-        order: Order,
+        order: AnyOrder,
         batch_size: int,
         rows: Sequence[int] | np.ndarray | None = None,
         training: bool = True,
@@ -287,7 +287,7 @@ class DeviceBatches(Iterator[dict[str, jax.Array]]):
 
 def device_batches(
     dataset: Dataset,
-    order: Order,
+    order: AnyOrder,
     *,
     batch_size: int,
     shardings: Shardings,

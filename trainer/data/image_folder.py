@@ -9,7 +9,7 @@ import numpy as np
 from .documents import Document, Split, split_key
 from .optional import library
 from .split_files import SplitFiles, some
-from .splits import check_positive, holdout_of
+from .splits import check_folder, check_positive, holdout_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,15 @@ class ImageFolder(SplitFiles):
                 "images."
             )
         return chosen
+
+    def check_growing(self) -> None:
+        """Raises ValueError if the settings exclude that files are added."""
+        check_folder(self)
+        if self.classes is None:
+            raise ValueError(
+                f"follow: {self.what('path')}: a new folder would change the labels. "
+                "Name all classes in classes."
+            )
 
     def open_documents(self, split: Split, files: Sequence[Document]) -> "Images":
         """Opens a split with these of its files, in this order."""

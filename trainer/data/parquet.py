@@ -159,6 +159,13 @@ class HuggingFace(TableFiles):
             )
         return documents.find(str(folder), "*.arrow", what=what)
 
+    def check_growing(self) -> None:
+        """Raises ValueError: it is saved as a whole."""
+        raise ValueError(
+            f"follow: {self.what('path')}: a saved dataset does not grow. Add Parquet "
+            "files to a folder and read them with Parquet."
+        )
+
     def has_own(self, split: Split) -> bool:
         return super().has_own(split) or (Path(self.path) / _DICT).exists()
 

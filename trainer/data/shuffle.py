@@ -72,6 +72,10 @@ class Order:
                 f"Order: num_examples is {self.num_examples}; it must be >= 1."
             )
 
+    def facts(self) -> dict[str, Any]:
+        """Returns what `order_from` needs besides number of examples and seed."""
+        return {}
+
     def index(self, k: Any) -> tuple[Any, Any]:
         """Returns (epoch, index in the dataset) of example k of the run.
 

@@ -6,14 +6,22 @@ A source is plain data; only `open` touches files. Nothing here imports jax.
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from . import corpus_files, documents, shuffle
-from .documents import FileReader, Span, Split
+from .documents import Document, FileReader, Span, Split
 from .packing import PackedDataset
-from .splits import check_held_out, check_positive, check_split, holdout_of, without
+from .splits import (
+    check_folder,
+    check_held_out,
+    check_positive,
+    check_split,
+    holdout_of,
+    without,
+)
 from .tokenizer import Bytes, Tokenizer
 
 
@@ -103,26 +111,57 @@ class Text:
         check_positive(self, "length")
 
     def open(self, split: Split) -> PackedDataset:
+        corpus, spans = self._find(split)
+        return self._packed(split, [corpus[x.document] for x in spans], spans)
+
+    def documents(self, split: Split) -> list[Document]:
+        """Returns the files of a split, sorted by name."""
+        corpus, spans = self._find(split)
+        return [corpus[span.document] for span in spans]
+
+    def open_documents(self, split: Split, files: Sequence[Document]) -> PackedDataset:
+        """Opens a split with these files in this order, all of each."""
+        spans = [Span(i, 0, each.num_bytes) for i, each in enumerate(files)]
+        return self._packed(split, files, spans)
+
+    def check_growing(self) -> None:
+        """Raises ValueError if the settings exclude that files are added."""
+        check_folder(self)
+        corpus, _ = self._find("train")
+        if len(corpus) == 1 and (self.test_holdout or holdout_of(self).eval):
+            raise ValueError(
+                f"follow: Text(path='{self.path}') has one document, whose end is held "
+                "out. Set holdout=0 or eval_path, or begin with two documents."
+            )
+
+    def _find(self, split: Split) -> tuple[list[Document], list[Span]]:
+        """Returns the documents that a split is taken from, and what belongs to it."""
         check_split(self, split)
         own = {name: self._own_documents(name) for name in ("eval", "test")}
-        what, corpus = f"Text(path='{self.path}')", own.get(split)
+        what, corpus = self._what, own.get(split)
         if corpus:
-            spans = [Span(i, 0, each.num_bytes) for i, each in enumerate(corpus)]
-        else:
-            corpus = documents.find(self.path, self.pattern, what=what)
-            corpus = without(corpus, own["eval"] + own["test"])
-            sizes = np.array([each.num_bytes for each in corpus], np.int64)
-            keys = [documents.split_key(each.name) for each in corpus]
-            spans = holdout_of(self).select(keys, sizes, split, what)
-        selected = [corpus[span.document] for span in spans]
+            return corpus, [Span(i, 0, x.num_bytes) for i, x in enumerate(corpus)]
+        corpus = documents.find(self.path, self.pattern, what=what)
+        corpus = without(corpus, own["eval"] + own["test"])
+        sizes = np.array([each.num_bytes for each in corpus], np.int64)
+        keys = [documents.split_key(each.name) for each in corpus]
+        return corpus, holdout_of(self).select(keys, sizes, split, what)
+
+    @property
+    def _what(self) -> str:
+        return f"Text(path='{self.path}')"
+
+    def _packed(
+        self, split: Split, selected: Sequence[Document], spans: list[Span]
+    ) -> PackedDataset:
         return PackedDataset(
             np.array([len(span) for span in spans], np.int64),
-            FileReader(selected, [span.start for span in spans]),
+            FileReader(list(selected), [span.start for span in spans]),
             end=Bytes.end,
             length=self.length,
             num_bytes=sum(map(len, spans)),
             separate_documents=self.separate_documents,
-            what=f"{what}, split '{split}'",
+            what=f"{self._what}, split '{split}'",
             about={
                 "source": "Text",
                 "path": getattr(self, f"{split}_path", None) or self.path,
@@ -132,7 +171,7 @@ class Text:
             files={each.name: each.path for each in selected},
         )
 
-    def _own_documents(self, split: Split) -> list[documents.Document]:
+    def _own_documents(self, split: Split) -> list[Document]:
         """Returns the documents of a split's own path, [] if it has none."""
         name = f"{split}_path"
         path = getattr(self, name)

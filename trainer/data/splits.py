@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from .documents import DEFAULT_HOLDOUT, Document, Holdout, Split
@@ -56,6 +57,15 @@ def check_held_out(source: HeldOutSettings) -> None:
         raise ValueError(
             f"{name}: holdout={source.holdout} and test_holdout={source.test_holdout} "
             "leave nothing to train on; their sum must be < 1."
+        )
+
+
+def check_folder(source: Any) -> None:
+    """Raises if nothing can be added to the path of a source."""
+    if Path(source.path).is_file():
+        raise ValueError(
+            f"follow: {type(source).__name__}(path='{source.path}') is one file. Name "
+            "its folder, or a glob, so that files can be added."
         )
 
 

@@ -10,7 +10,7 @@ from . import documents, shuffle
 from .documents import Document, Split
 from .rows import Columns, Rows, Table
 from .split_files import SplitFiles
-from .splits import holdout_of
+from .splits import check_folder, holdout_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,10 @@ class TableFiles(SplitFiles):
 
     def open(self, split: Split) -> Rows:
         return self.open_documents(split, self.documents(split))
+
+    def check_growing(self) -> None:
+        """Raises ValueError if the settings exclude that files are added."""
+        check_folder(self)
 
     def open_documents(self, split: Split, files: Sequence[Document]) -> Rows:
         """Opens a split with these of its files, in this order."""

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...sharding.text import align
+from ..data.growth import GrownOrder, Part
+from ..data.orders import AnyOrder, order_from
 from ..data.shuffle import Order
 from ..program import digest
 from .ledger import Ledger
@@ -38,14 +40,27 @@ class Attempt:
     """
 
     batch_size: int
-    order: Order
+    order: AnyOrder
     data: str | None
     is_learner: bool = False
 
     @property
     def dataset(self) -> tuple[str | None, int]:
-        """Identifies the samples: equal for two starts with the same data."""
-        return self.data, self.order.num_examples
+        """Identifies the samples: equal for two starts with the same data.
+
+        Data that has grown is that of its first part.
+        """
+        return self.data, self.parts[0].stop
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        size = self.order.num_examples
+        return getattr(self.order, "parts", (Part(0, 0, size),))
+
+    def grown(self, part: Sequence[int]) -> "Attempt":
+        """Returns the attempt with another part of the data."""
+        order = GrownOrder((*self.parts, Part(*part)), self.order.seed)
+        return dataclasses.replace(self, order=order)
 
     def describe(self) -> str:
         digest = "of unknown digest" if self.data is None else self.data[:16]
@@ -172,7 +187,11 @@ def examine(rows: Iterable[Row]) -> Audit:
         if kind == "data_changed":
             announced.add(row["digest"][1])
         elif kind == "start":
-            attempt, started = _attempt(row), True
+            before, attempt, started = attempt, _attempt(row), True
+            if attempt.dataset == before.dataset:
+                found.faults += _changed_parts(before, attempt)
+        elif kind == "grown":
+            attempt = attempt.grown(row["part"])
         elif kind in ("restore", "joined"):
             started = False
             _drop_after(row["step"], history, passed_over, found)
@@ -204,8 +223,13 @@ def examine(rows: Iterable[Row]) -> Audit:
 
 
 def _attempt(row: Row) -> Attempt:
-    order = Order(row["num_examples"], row["seed"])
+    order = order_of_start(row)
     return Attempt(row["batch_size"], order, row.get("data"), "learner" in row)
+
+
+def order_of_start(row: Row) -> AnyOrder:
+    """Returns the order of the data that a start of a run was recorded with."""
+    return order_from(row["num_examples"], row["seed"], row)
 
 
 def _drop_after(step: int, history: dict, passed_over: dict, found: Audit) -> None:
@@ -229,6 +253,14 @@ def _unannounced(found: Audit, announced: set[str]) -> list[str]:
                 "without an event"
             )
     return faults
+
+
+def _changed_parts(before: Attempt, now: Attempt) -> list[str]:
+    """Returns parts of data that has grown, if they are not what they were."""
+    if now.parts[: len(before.parts)] == before.parts:
+        return []
+    sizes = (", ".join(str(len(part)) for part in x.parts) for x in (before, now))
+    return ["the data had parts of {} examples, and later of {}".format(*sizes)]
 
 
 def _gaps(history: Sequence[Applied]) -> list[str]:
@@ -260,29 +292,36 @@ def _missing(found: Audit) -> list[str]:
 def _repeated(found: Audit) -> list[str]:
     """Returns samples of the same data that were used twice in one epoch."""
     faults = []
-    # By data and epoch: the use of each sample, counted from 1.
-    seen: dict[tuple[tuple[str | None, int], int], np.ndarray] = {}
+    # By data: the epoch and the number, from 1, of the use of each sample, for its last
+    # even and its last odd epoch. Uses are sorted, so earlier ones are not needed.
+    seen: dict[tuple[str | None, int], np.ndarray] = {}
     uses = _uses(found)
     for number, (first, stop, who, attempt) in enumerate(uses, start=1):
         epochs, ids = attempt.order.index(np.arange(first, stop))
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            key = attempt.dataset, epoch
-            if key not in seen:
-                # Uses are sorted, so only the last two epochs are needed.
-                for old in [k for k in seen if k[1] < epoch - 1]:
-                    del seen[old]
-                seen[key] = np.zeros(attempt.order.num_examples, np.int32)
+        known = _grown(seen.get(attempt.dataset), attempt.order.num_examples)
+        seen[attempt.dataset] = known
+        for epoch in np.unique(epochs).tolist():
+            in_epoch, used_by = known[epoch % 2]
             mine = ids[epochs == epoch]
-            earlier = seen[key][mine]
+            earlier = np.where(in_epoch[mine] == epoch, used_by[mine], 0)
             if again := int(np.count_nonzero(earlier)):
-                sample = int(mine[np.argmax(earlier > 0)])
-                by = uses[int(seen[key][sample]) - 1][2]
+                place = int(np.argmax(earlier > 0))
                 faults.append(
                     f"{who} has {again} samples that epoch {epoch} has already used, "
-                    f"the first is sample {sample}, used by {by}"
+                    f"the first is sample {mine[place]}, used by "
+                    f"{uses[int(earlier[place]) - 1][2]}"
                 )
-            seen[key][mine] = number
+            in_epoch[mine], used_by[mine] = epoch, number
     return faults
+
+
+def _grown(known: np.ndarray | None, size: int) -> np.ndarray:
+    """Returns the same array with room for more samples if it has too few."""
+    if known is None:
+        return np.zeros((2, 2, size), np.int32)
+    if (missing := size - known.shape[-1]) <= 0:
+        return known
+    return np.pad(known, ((0, 0), (0, 0), (0, missing)))
 
 
 def wrong_samples(history: Sequence[Applied]) -> list[str]:

@@ -63,11 +63,53 @@ class Identity:
     Attributes:
       changes: one entry for each split that changed.
       is_reader: whether this process has read the files for its host.
+      parts: of data that grows (data/growth.py), each with the names of its files and a
+        digest of their contents.
     """
 
     splits: Mapping[str, Split]
     changes: tuple[dict[str, Any], ...] = ()
     is_reader: bool = True
+    parts: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def train_digest(self) -> str:
+        """The digest of the data that a run began with, which its ledger has."""
+        return self.parts[0]["digest"] if self.parts else self.splits["train"].digest
+
+    def with_parts(self, parts: Sequence[Mapping[str, Any]]) -> "Identity":
+        """Returns it with parts; a new first one is the split as it is."""
+        digest = {"digest": self.splits["train"].digest}
+        return dataclasses.replace(self, parts=tuple(digest | {**x} for x in parts))
+
+    def grown(
+        self,
+        stamps: Mapping[str, Stamp],
+        part: Sequence[int],
+        examples: int,
+        group: Group,
+    ) -> "Identity":
+        """Returns it with another part of the train split; all processes must call it.
+
+        Args:
+          stamps: of the files of the part.
+          examples: of the split, with those of the part.
+        """
+        old = self.splits["train"]
+        files = {**old.files, **stamps} if group.is_first else {}
+        digest = group.consult(
+            "digest of grown data",
+            {"digest": _digest_of("".join(s.digest for s in files.values()))},
+            lambda reports: reports[0],
+        )["digest"]
+        new = {
+            "part": list(part),
+            "files": list(stamps),
+            "digest": _digest_of("".join(s.digest for s in stamps.values())),
+        }
+        splits = {**self.splits, "train": Split(digest, examples, files)}
+        is_reader = group.is_first
+        return Identity(splits, (), is_reader, (*self.parts, new))
 
     def facts(self) -> dict[str, dict[str, Any]]:
         return {name: split.facts() for name, split in self.splits.items()}
@@ -88,7 +130,14 @@ class Identity:
         }
         # A split that is not used now keeps its entry.
         document = {"format": FORMAT, "splits": before["splits"] | splits}
+        if self.parts:
+            document["parts"] = list(self.parts)
         replace_text(path, json.dumps(document) + "\n")
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """Returns what the run folder says about its data; {} if nothing."""
+    return _read(Path(folder) / FILE) or {}
 
 
 def view(datasets: Mapping[str, Dataset]) -> Report:
@@ -162,6 +211,12 @@ def _listing(datasets: Mapping[str, Dataset]) -> list[Any]:
 
 
 def _files(data: Dataset) -> Mapping[str, str]:
+    if parts := getattr(data, "parts", None):
+        return {
+            f"{part}/{name}": path
+            for part, dataset in parts.items()
+            for name, path in _files(dataset).items()
+        }
     files = getattr(data, "files", None)
     return files() if files is not None else {}
 
@@ -173,16 +228,27 @@ def _splits(
 ) -> dict[str, Split]:
     splits = {}
     for name, data in datasets.items():
-        if files := _files(data):
-            stamps = file_digests.read(files, known, log)
-            known = {**known, **{k: [v, *known.get(k, [])] for k, v in stamps.items()}}
-            digest = _digest_of("".join(s.digest for s in stamps.values()))
-            splits[name] = Split(digest, len(data), stamps)
-        elif (own := data.describe().get("digest")) is not None:
-            splits[name] = Split(str(own), len(data))
-        else:
-            splits[name] = Split(_digest_of_examples(name, data, log), len(data))
+        stamps = file_digests.read(_files(data), known, log)
+        known = {**known, **{k: [v, *known.get(k, [])] for k, v in stamps.items()}}
+        splits[name] = Split(_digest(name, data, stamps, log), len(data), stamps)
     return splits
+
+
+def _digest(
+    name: str, data: Dataset, stamps: Mapping[str, Stamp], log: Callable[[str], None]
+) -> str:
+    """Returns the digest of a dataset's contents, given the stamps of its files."""
+    if parts := getattr(data, "parts", None):
+        digests = []
+        for part, dataset in parts.items():
+            own = {k: stamps[f"{part}/{k}"] for k in _files(dataset)}
+            digests.append(_digest(f"{name} of {part}", dataset, own, log))
+        return _digest_of("".join(digests))
+    if stamps:
+        return _digest_of("".join(stamp.digest for stamp in stamps.values()))
+    if (own := data.describe().get("digest")) is not None:
+        return str(own)
+    return _digest_of_examples(name, data, log)
 
 
 def _digest_of(text: str) -> str:

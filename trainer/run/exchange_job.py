@@ -45,6 +45,7 @@ def job_spec(prepared: Prepared, layout: Layout) -> dict[str, Any]:
             "num_examples": len(prepared.train_data),
             "batch_size": config.batch_size,
             "seed": config.seed,
+            **prepared.order.facts(),
         },
         "stop": dataclasses.asdict(config.stop_rule) if config.stop_rule else None,
         "config_digest": _shared_digest(config),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..data import Dataset
+from ..data import Dataset, Source
 from ..data.batches import WEIGHTS
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ def with_weights(config: "Config", data: Dataset) -> Dataset:
     return data
 
 
-def open_split(config: "Config", name: Name) -> HeldOut | None:
+def open_split(config: "Config", name: Name, source: Source) -> HeldOut | None:
     """Opens a split with at most as many batches as are requested; None for 0."""
     setting = SETTINGS[name]
     requested: int | None = getattr(config, setting)
     if requested == 0:
         return None
-    data = with_weights(config, config.data.open(name))
+    data = with_weights(config, source.open(name))
     size = config.exchange.share.size(config.batch_size)
     available, rest = divmod(len(data), size)
     if rest and WEIGHTS in data[0]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from ..data.batches import Shardings
 from ..job.watchdog import ALLOW_SECONDS, Watchdog
 from ..program.state import State
 from ..program.step import WEIGHT
-from ..record.ledger import Ledger
+from ..record.ledger import BLOCK, Ledger
 from ..record.metrics import Writer
 from ..record.progress import Progress
 from . import evaluating
@@ -31,6 +31,7 @@ class Recorder:
       unit: what throughput is counted in, such as tokens.
       units_per_step: how many of them a step processes.
       batches_ahead: see checkpoint.restore.Position.
+      facts: metrics of the host's own, given the number of a batch.
       bubble: the simulated bubble of a pipeline as a share of the step; None without
         a pipeline.
     """
@@ -43,10 +44,14 @@ class Recorder:
     ledger: Ledger
     batches_ahead: int = 0
     bubble: float | None = None
+    facts: Callable[[int], Mapping[str, float]] | None = None
 
     def __call__(self, rows: list[StepMetrics]) -> None:
         if not rows:
             return
+        for row in rows if self.facts is not None else ():
+            ahead = int(row["step"]) - 1 + self.batches_ahead
+            row |= self.facts(int(row.get(BLOCK, ahead)))  # type: ignore
         self.ledger.steps(rows, self.batches_ahead)
         for row in rows:
             row.pop(WEIGHT, None)  # for learners; of no use to readers of the files
@@ -120,6 +125,7 @@ class Save:
         manifest.
       early_stop: says whether this step is the last one, although it is not num_steps;
         what it has seen goes into the manifest.
+      stop: the last step for now, which may come before num_steps.
       last_step: the newest step that was saved.
       has_reported_wait: whether waiting for the previous save was printed once.
     """
@@ -132,11 +138,13 @@ class Save:
     batches_ahead: int = 0
     evaluate: Evaluate | None = None
     early_stop: EarlyStop = NEVER
+    stop: int | None = None
     last_step: int | None = None
     has_reported_wait: bool = False
 
     def __call__(self, step: int, state: State) -> None:
-        is_last = step >= self.prepared.config.num_steps or self.early_stop.is_over()
+        stop = self.prepared.config.num_steps if self.stop is None else self.stop
+        is_last = step >= stop or self.early_stop.is_over()
         if self.failed_steps.consecutive and not is_last:
             self.progress.message(f"step {step} failed: no checkpoint is saved")
             return

@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from ..checkpoint import init_from
 from ..checkpoint.manager import latest_step
+from ..data.growth import Part
 from ..job import joining, preflight
 from ..job.group import Group, Report
 from ..job.preflight_folders import FolderProbe
@@ -17,7 +18,7 @@ from ..program.computation import Choose
 from ..record import metrics, storage
 from ..record.invocation import Invocation
 from ..record.run_folder import RunFolder, environment
-from . import continuing, data_identity
+from . import continuing, data_identity, following
 from .prepare import Prepared, prepare
 
 if TYPE_CHECKING:
@@ -63,11 +64,14 @@ def open_run(
         joining.connect()
     folder = RunFolder(workdir, is_writer=group.is_first)
     opened: list[Opened] = []
+    parts: list[dict[str, Any]] = []
 
     def prepare_and_claim() -> Report:
         metrics.check_installed(config.writers)
         storage.check_installed(config.checkpoint_folder)
-        prepared = prepare(config, choose=choose)
+        source = following.source_of(config, folder.path)
+        prepared = prepare(config, choose=choose, source=source)
+        parts.extend(following.parts_of(config, folder.path, prepared.train_data))
         saved = storage.checkpoints_of(folder.path, config.checkpoint_folder)
         differences = continuing.check(config, folder, saved, insist=insist)
         init_from.check(config.init_from, prepared.program, saved)
@@ -95,7 +99,10 @@ def open_run(
             )
             facts = environment(run.prepared.layout.params.mesh, group.size, invocation)
             prepared = dataclasses.replace(
-                run.prepared, identity=identity, environment=facts
+                run.prepared,
+                identity=identity.with_parts(parts),
+                environment=facts,
+                parts=tuple(Part(*each["part"]) for each in parts),
             )
             record += preflight.check_program(
                 prepared.data_facts(), prepared.fingerprint(), group, probe

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,8 +13,11 @@ from jax.sharding import Mesh
 from ...sharding.mesh import mesh_sizes
 from ...sharding.text import counted, human_bytes
 from ..config import tree as config_tree
-from ..data import Dataset, throughput_unit
+from ..data import Dataset, Source, mixing, order_of, throughput_unit
 from ..data.batches import SAMPLE_IDS, check_dtype
+from ..data.growth import GrownOrder, Part
+from ..data.mixing import MixedOrder
+from ..data.orders import AnyOrder
 from ..program import compiler_options, contract
 from ..program.build import Batch, IdleAxis, Program, build
 from ..program.computation import Choose, Chosen, choose_plain
@@ -44,6 +47,8 @@ class Prepared:
     held_out: dict[str, HeldOut]  # the splits that are evaluated, by name
     identity: "Identity | None" = None  # of the data; None until it has been read
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part, ...] = ()  # of data that grows
+    compiled: dict[str, Any] = dataclasses.field(default_factory=dict)  # by name
 
     @property
     def mesh(self) -> Mesh:
@@ -67,6 +72,28 @@ class Prepared:
         """The splits that are used, by name."""
         others = {name: split.data for name, split in self.held_out.items()}
         return {"train": self.train_data, **others}
+
+    @functools.cached_property
+    def order(self) -> AnyOrder:
+        """The order of the run's examples."""
+        if self.parts:
+            return GrownOrder(self.parts, self.config.seed)
+        return order_of(self.train_data, self.config.seed, self.config.batch_size)
+
+    @property
+    def identity_parts(self) -> Sequence[Mapping[str, Any]]:
+        """The parts of the data with their files."""
+        assert self.identity is not None
+        return self.identity.parts
+
+    @property
+    def shares(self) -> Callable[[int], Mapping[str, float]] | None:
+        """Returns the share of each source of a mixture up to and with a batch."""
+        order = self.order
+        if not isinstance(order, MixedOrder):
+            return None
+        names = list(self.train_data.parts)  # type: ignore
+        return lambda batch: mixing.shares(order, names, (batch + 1) * self.batch_size)
 
     @property
     def matmul_dtype(self) -> str:
@@ -159,11 +186,6 @@ class Prepared:
         """Returns a digest of the program, equal in all processes of a job."""
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
 
-    @functools.cached_property
-    def _compiled(self) -> dict[str, Any]:
-        """The compiled train step, once there is one."""
-        return {}
-
     def compile(self, executables: Executables | None = None) -> Any:
         """Returns the compiled train step, which is compiled only once.
 
@@ -172,12 +194,12 @@ class Prepared:
             compiles.
         """
         executables = executables or Executables(None)
-        if TRAIN_STEP in self._compiled:
-            return self._compiled[TRAIN_STEP]
+        if TRAIN_STEP in self.compiled:
+            return self.compiled[TRAIN_STEP]
         options = compiler_options.parse(self.config.compiler_options)
         try:
             compiled = executables.compile(TRAIN_STEP, self.lowered, options)
-            return self._compiled.setdefault(TRAIN_STEP, compiled)
+            return self.compiled.setdefault(TRAIN_STEP, compiled)
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise
@@ -188,24 +210,31 @@ class Prepared:
 
 
 def prepare(
-    config: "Config", devices: Any = None, *, choose: Choose = choose_plain
+    config: "Config",
+    devices: Any = None,
+    *,
+    choose: Choose = choose_plain,
+    source: Source | None = None,
 ) -> Prepared:
     """Checks the whole config against devices and data, and builds the Program.
 
     Args:
       choose: fills in what the config leaves open.
+      source: of the data; None for that of the config.
     """
     with name_settings(config):
-        return _prepare(config, devices, choose)
+        return _prepare(config, devices, choose, source or config.data)
 
 
-def _prepare(config: "Config", devices: Any, choose: Choose) -> Prepared:
+def _prepare(
+    config: "Config", devices: Any, choose: Choose, source: Source
+) -> Prepared:
     contract.check(config.model)
     mesh = config.mesh.make(devices)
     chosen = choose(config, mesh_sizes(mesh), list(mesh.devices.flat))
     settled = chosen.config
-    train_data = with_weights(config, config.data.open("train"))
-    splits = (open_split(config, name) for name in SETTINGS)
+    train_data = with_weights(config, source.open("train"))
+    splits = (open_split(config, name, source) for name in SETTINGS)
     held_out = {split.name: split for split in splits if split is not None}
     share = config.exchange.share
     rows = share.size(config.batch_size)

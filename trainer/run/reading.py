@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from ..data import Order
 from ..data.batches import Batches, DeviceBatches, Loader, needed_rows
 from ..data.leased import LeasedBatches
 from .prepare import Prepared
@@ -25,5 +24,4 @@ def leased_batches(
 def _loader(prepared: Prepared) -> Loader:
     data, shardings = prepared.train_data, prepared.program.batch_shardings
     rows = needed_rows(shardings, prepared.batch_size)
-    order = Order(len(data), prepared.config.seed)
-    return Loader(Batches(data, order, prepared.batch_size, rows), shardings)
+    return Loader(Batches(data, prepared.order, prepared.batch_size, rows), shardings)

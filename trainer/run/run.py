@@ -11,7 +11,6 @@ from rich.console import Console
 from ..checkpoint import init_from
 from ..checkpoint.manager import Checkpoints, committed_steps
 from ..checkpoint.restore import Position, restore_newest
-from ..config import tree as config_tree
 from ..data import throughput_unit
 from ..data.batches import DeviceBatches
 from ..data.leased import LeasedBatches
@@ -22,17 +21,18 @@ from ..program import digest
 from ..program.executables import Executables
 from ..program.peaks import total_peak
 from ..program.state import State
-from ..record import history, metrics
+from ..record import history, metrics, published
 from ..record.invocation import Invocation
 from ..record.ledger import Ledger
 from ..record.phases import Phases
 from ..record.progress import Progress
 from ..record.run_folder import RunFolder
-from . import loop
+from . import attempts, following, loop
 from .early_stop import EarlyStop
 from .failed_steps import FailedSteps, Rewind, give_up
 from .hooks import Evaluate, Recorder, Save, Watched
 from .prepare import Prepared
+from .publishing import Publish, Publisher
 from .reading import batches_of, leased_batches
 from .replica_check import CheckReplicas
 
@@ -52,6 +52,7 @@ class Run:
     invocation: Invocation
     folder: RunFolder
     checkpoints: Checkpoints
+    publisher: Publisher
     ledger: Ledger
     watchdog: Watchdog
     console: Console
@@ -63,7 +64,7 @@ class Run:
 
     def begin(self) -> Position:
         """Restores the newest checkpoint, or initializes the state."""
-        self._record_start()
+        attempts.record_start(self)
         self.watchdog.beat(allow=ALLOW_SECONDS)
         if self.executables.are_kept:
             tree = self.prepared.layout.placed(self.prepared.mesh)._asdict()
@@ -126,8 +127,8 @@ class Run:
         self.ledger.event("init", source=config.init_from)
         return state
 
-    def train(self, position: Position) -> State:
-        """Trains to the last step; rewinds if too many steps in a row fail."""
+    def compile(self) -> loop.StepFn:
+        """Returns the compiled train step, once all processes have it."""
         self.watchdog.beat(allow=COMPILE_SECONDS)
         self.console.print("Compiling the train step ...")
         step_fn = self.prepared.compile(self.executables)
@@ -139,12 +140,21 @@ class Run:
         self.ledger.event(
             "phases", attempt=phases.attempt, times=phases.times, cpu=phases.cpu
         )
+        return step_fn
+
+    def train(self, step_fn: loop.StepFn, position: Position) -> Position:
+        """Trains as far as the data is enough; rewinds if too many steps fail."""
         self.watchdog.beat(allow=ALLOW_SECONDS)
         config, rewinds = self.prepared.config, [0]  # the steps rewound to
         while True:
+            stop = self._last_step(position)
+            if config.follow and stop == position.step:
+                return position
             failed_steps = FailedSteps(config.rewind_after, log=self.console.print)
             try:
-                return self._run(step_fn, position, failed_steps)
+                state = self._run(step_fn, position, stop, failed_steps)
+                step = int(state.step)
+                return dataclasses.replace(position, step=step, state=state)
             except _Moved as moved:
                 position = Position(moved.step, moved.state)
             except Rewind as rewind:
@@ -159,8 +169,16 @@ class Run:
                 rewinds.append(target.step)
                 position = target
 
+    def _last_step(self, position: Position) -> int:
+        """Returns the last step, or that for which there is data so far."""
+        if self.prepared.config.follow:
+            return following.last_step(self, position)
+        return self.prepared.config.num_steps
+
     def _abandon_after(self, step: int) -> None:
         """Sets checkpoints of later steps aside: the run continues without them."""
+        if self.folder.is_writer:
+            published.withdraw_after(self.folder.path, step)
         for later in committed_steps(self.checkpoints.folder):
             if later > step:
                 self.checkpoints.set_aside(later, "abandoned")
@@ -195,8 +213,10 @@ class Run:
         self.watchdog.beat(allow=ALLOW_SECONDS)
         return dataclasses.replace(target, batches_ahead=ahead)
 
-    def _run(self, step_fn, position: Position, failed_steps: FailedSteps) -> State:
-        """Runs the steps from a position on; raises Rewind or Preempted."""
+    def _run(
+        self, step_fn, position: Position, last: int, failed_steps: FailedSteps
+    ) -> State:
+        """Runs the steps from a position to the last; raises Rewind or Preempted."""
         config, start = self.prepared.config, position.step
         writers = self._writers(start)
         progress = self._progress(start)
@@ -209,12 +229,13 @@ class Run:
             self.ledger,
             position.batches_ahead,
             self._bubble,
+            self.prepared.shares,
         )
         stop = EarlyStop.of(config, self.group, position, self.learner, self._stopped)
         hooks, save = self._built_in_hooks(
-            position, progress, writers, failed_steps, stop
+            position, last, progress, writers, failed_steps, stop
         )
-        batches = self._batches(position)
+        batches = self._batches(position, last)
         try:
             with progress, batches:
                 state = loop.run(
@@ -222,7 +243,7 @@ class Run:
                     position.state,
                     batches,
                     start=start,
-                    num_steps=config.num_steps,
+                    num_steps=last,
                     record=record,
                     record_every=config.log_every,
                     hooks=[
@@ -248,12 +269,12 @@ class Run:
             for writer in writers:
                 writer.close()
 
-    def _batches(self, position: Position) -> DeviceBatches | LeasedBatches:
+    def _batches(self, position: Position, last: int) -> DeviceBatches | LeasedBatches:
         """Returns the batches from a position on; the service chooses a learner's."""
         if self.learner is not None:
             return leased_batches(self.prepared, self.learner.upcoming)
-        ahead, stop = position.batches_ahead, self.prepared.config.num_steps
-        return batches_of(self.prepared, range(position.step + ahead, stop + ahead))
+        ahead = position.batches_ahead
+        return batches_of(self.prepared, range(position.step + ahead, last + ahead))
 
     def _should_stop(self, step: int) -> bool:
         if self.learner is not None and self.learner.has_moved():
@@ -268,6 +289,7 @@ class Run:
 
     def _started(self, step: int, metrics: dict[str, jax.Array]) -> None:
         self.watchdog.started(step, metrics["loss"])
+        self.publisher.started(step, metrics)
         # Now, and not when the next save is due: all work until then would be lost.
         self.checkpoints.raise_if_failed()
 
@@ -298,6 +320,7 @@ class Run:
     def _built_in_hooks(
         self,
         position: Position,
+        last: int,
         progress: Progress,
         writers: Sequence[metrics.Writer],
         failed_steps: FailedSteps,
@@ -337,39 +360,12 @@ class Run:
             position.batches_ahead,
             evaluations.get("eval"),
             stop,
+            last,
         )
-        return [*hooks, save], save
-
-    def _record_start(self) -> None:
-        """Records in the ledger what this attempt is, and what ended the last one."""
-        config, data = self.prepared.config, self.prepared.train_data
-        before = [row for row in self.ledger.read() if row["event"] == "start"]
-        if reason := self.invocation.restart_reason:
-            self.ledger.event("death", reason=reason)
-        count = self.group.size
-        if before and before[-1]["processes"] != count:
-            self.ledger.event("resize", processes=count, before=before[-1]["processes"])
-        identity = self.prepared.identity
-        for change in identity.changes if identity else ():
-            self.ledger.event("data_changed", **change)
-        self.ledger.event(
-            "start",
-            processes=count,
-            devices=jax.device_count(),
-            mesh={k: v for k, v in self.prepared.layout.params.mesh.items() if v > 1},
-            attempt=self.invocation.attempt,
-            config_digest=config_tree.digest(config),
-            batch_size=self.prepared.batch_size,
-            seed=config.seed,
-            num_examples=len(data),
-            data=identity.splits["train"].digest if identity else None,
-            **self._learner_facts(),
-        )
-
-    def _learner_facts(self) -> dict[str, list[int]]:
-        """Returns which learner of how many this is, if it is one of several."""
-        share = self.prepared.config.exchange.share
-        return {"learner": [share.index, share.count]} if share.count > 1 else {}
+        hooks.append(save)
+        if config.publish_every or config.publish_seconds:
+            hooks.append(Publish.of(config, save, self.group))
+        return hooks, save
 
     def _writers(self, start: int) -> Sequence[metrics.Writer]:
         """Returns the writers of metrics; only the first process has any."""

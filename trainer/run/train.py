@@ -23,11 +23,12 @@ from ..record.invocation import Invocation
 from ..record.ledger import Ledger
 from ..record.phases import Phases
 from ..record.run_folder import RunFolder
-from . import early_stop, loop
+from . import early_stop, following, loop
 from . import exchange as exchange_lib
 from .finish import Observer, finish
 from .opening import Opened, open_run
 from .prepare import Prepared
+from .publishing import Publisher
 from .run import Run
 
 if TYPE_CHECKING:
@@ -72,6 +73,13 @@ class Config(Computation):
         for only with several processes.
       sample_prompt: text to continue after training, if the model can generate.
       sample_tokens: how many tokens to generate.
+      follow: whether to wait for new files once all data was read, instead of reading
+        it again, and to go on with them.
+      follow_passes: how often each part of such data is read.
+      follow_seconds: the run ends after so long without new data; 0 for never.
+      publish_every: steps between checkpoints that are saved in order to publish
+        weights; 0 for only those of save_every. Each commit is published.
+      publish_seconds: the same by time, looked at every log_every steps.
       exchange: trains as one of several learners, see run/exchange.py.
     """
 
@@ -95,6 +103,11 @@ class Config(Computation):
     probe_network: bool | None = None
     sample_prompt: str | None = None
     sample_tokens: int = 256
+    follow: bool = False
+    follow_passes: int = 1
+    follow_seconds: float = 0.0
+    publish_every: int = 0
+    publish_seconds: float = 0.0
     exchange: exchange_lib.Config = exchange_lib.Config()
 
     @property
@@ -121,6 +134,9 @@ class Config(Computation):
                 "a process that is stuck"
             )
         early_stop.check(self)
+        check_minimum(self, 1, "follow_passes")
+        check_minimum(self, 0, "publish_every")
+        following.check(self)
         if self.keep_best and self.eval_batches == 0:
             raise ValueError(
                 f"keep_best is {self.keep_best}, but with eval_batches=0 there is no "
@@ -189,12 +205,14 @@ def train(
     with opening as opened, _watchdog(opened, group, invocation) as watchdog:
         _announce(opened, console)
         ledger = Ledger(opened.folder.path, is_writer=group.is_first)
+        publisher = Publisher(ledger, group, _where(opened), console.print)
         run = Run(
             prepared=opened.prepared,
             group=group,
             invocation=invocation,
             folder=opened.folder,
-            checkpoints=_checkpoints(opened, group, ledger),
+            checkpoints=_checkpoints(opened, group, publisher),
+            publisher=publisher,
             ledger=ledger,
             watchdog=watchdog,
             console=console,
@@ -233,7 +251,13 @@ def _watchdog(opened: Opened, group: Group, invocation: Invocation) -> Watchdog:
     )
 
 
-def _checkpoints(opened: Opened, group: Group, ledger: Ledger) -> Checkpoints:
+def _where(opened: Opened) -> str:
+    """Returns the folder of the checkpoints, relative to a run folder that has it."""
+    own = str(opened.folder.path.absolute())
+    return str(opened.saved).removeprefix(f"{own}/")
+
+
+def _checkpoints(opened: Opened, group: Group, publisher: Publisher) -> Checkpoints:
     config = opened.prepared.config
     return Checkpoints(
         opened.saved,
@@ -241,7 +265,7 @@ def _checkpoints(opened: Opened, group: Group, ledger: Ledger) -> Checkpoints:
         keep=config.keep_checkpoints,
         keep_every=config.keep_every,
         keep_best=config.keep_best,
-        event=ledger.event,
+        event=publisher.event,
     )
 
 
@@ -333,7 +357,13 @@ def _train(
     if observer is not None:
         line = observer.on_start(prepared, folder, position.step, hosts)
         console.print(line, markup=False)
-    return run.train(position)
+    step_fn = run.compile()
+    while True:
+        position = run.train(step_fn, position)
+        grown = following.wait(run, position) if config.follow else None
+        if grown is None:
+            return position.state
+        run = grown
 
 
 def _write_preflight(record: preflight.Record, folder: RunFolder) -> None:

@@ -15,6 +15,7 @@ from ..checkpoint.inspect import Stored
 from ..checkpoint.manager import committed_steps
 from ..job.group import Group
 from ..program.state import Layout, Model, State
+from ..record import published
 from ..record.run_folder import CONFIG_GIN, RunFolder
 
 NEWEST, BEST = "newest", "best"
@@ -42,7 +43,9 @@ def find(run: Path, step: str = NEWEST) -> Stored:
             f"--step {step!r}: expected {NEWEST}, {BEST} or the number of a saved "
             f"step; {folder.path} has {', '.join(map(str, steps))}"
         )
-    number = steps[-1] if step == NEWEST else int(step)
+    newest = published.read(folder.path)  # of a run that publishes while it goes on
+    default = steps[-1] if newest is None else newest.step
+    number = default if step == NEWEST else int(step)
     if number not in steps:
         raise ValueError(
             f"{folder.path} has no checkpoint of step {number}; it has "

@@ -9,6 +9,7 @@ import numpy as np
 from ...service.blocks.layout import Layout, make_layout
 from ...service.rounds.policy import Policy
 from ...sharding import MeshSpec, parse_plan
+from ..data import order_of
 from ..data.batches import SAMPLE_IDS, Batches, Share
 from ..data.shuffle import Order
 from ..program.build import Program, build
@@ -30,7 +31,8 @@ class Task:
         self.rows = Share(0, num_learners).size(config.batch_size)
         data = with_weights(config, config.data.open("train"))
         held_out = with_weights(config, config.data.open("eval"))
-        self._batches = Batches(data, Order(len(data), config.seed), self.rows)
+        order = order_of(data, config.seed, config.batch_size)
+        self._batches = Batches(data, order, self.rows)
         num_eval = min(len(held_out), eval_rows) // self.rows
         if not num_eval:
             raise ValueError(

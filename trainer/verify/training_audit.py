@@ -16,10 +16,10 @@ from typing import Any
 
 from ...service.rounds.leases import as_ranges, from_ranges
 from ...sharding.text import align
-from ..data.shuffle import Order
+from ..data.orders import order_from
 from ..record import metrics
 from ..record.ledger import Ledger
-from ..record.ledger_audit import Applied, Attempt, wrong_samples
+from ..record.ledger_audit import Applied, Attempt, order_of_start, wrong_samples
 
 COMMITS = "commits.jsonl"
 Key = tuple[int, int, int]  # learner, incarnation, round
@@ -103,9 +103,8 @@ def audit_training(folder: Path) -> TrainingAudit:
     ]
     known = {*commit_of, *set_aside}
     unfinished = [b for b in range(max(known, default=-1) + 1) if b not in known]
-    attempt = Attempt(
-        rows, Order(data["num_examples"], data["seed"]), data["digest"], True
-    )
+    order = order_from(data["num_examples"], data["seed"], data)
+    attempt = Attempt(rows, order, data["digest"], True)
     recorded = _Recorded(folder, num_learners, attempt)
     unrecorded = recorded.compare(blocks)
     return TrainingAudit(
@@ -151,9 +150,8 @@ class _Recorded:
                 key = row["learner"], row["incarnation"], row["round"]
                 self._rounds[key] = from_ranges(row["blocks"])
             elif row["event"] == "start":
-                theirs = row["batch_size"], row["seed"], row["num_examples"]
-                order = attempt.order
-                ours = attempt.batch_size, order.seed, order.num_examples
+                theirs = row["batch_size"], order_of_start(row)
+                ours = attempt.batch_size, attempt.order
                 if theirs != ours or row["data"] != attempt.data:
                     self.faults.append(f"learner {learner} has started with other data")
             elif row["event"] == "step":
