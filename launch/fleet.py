@@ -9,6 +9,7 @@ others. This module supervises those supervisors, and the processes of the servi
 | the coordinator | the coordinator; its log says what has happened |
 | the coordinator, stopped or stuck | the same, after it was killed |
 | a server, or the coordinator with 69 (it has lost a server) | the whole service |
+| one of several coordinators | that one: another leads meanwhile |
 | the supervisor of a learner, with neither 0, 1 nor 2 | the learner |
 
 The others go on without a learner that has given up. Bad input ends everything.
@@ -81,7 +82,8 @@ class Fleet:
         self._signals = StopSignals(settings.repeat_seconds)
         self._told = self._signals.told
         self._restarts = self._make_restarts()  # of the service
-        self._service: list[Part] = []  # the coordinator first
+        self._service: list[Part] = []  # the coordinators first
+        self._coordinators = 1
         self._learners: list[Learner] = []
         self._commit: int | None = None
         self._status_at, self._status = 0.0, ""
@@ -92,7 +94,7 @@ class Fleet:
             self._make_parts()
             say(
                 f"{count(len(self._learners), 'learner')} and "
-                f"{count(len(self._service) - 1, 'server')}, logs in "
+                f"{count(len(self._servers), 'server')}, logs in "
                 f"{self._logs.folder}"
             )
             try:
@@ -103,8 +105,9 @@ class Fleet:
 
     def _make_parts(self) -> None:
         commands, logs, heir = self._make(), self._logs, self._heir
-        service = [commands.coordinator, *commands.servers]
-        beats = [commands.beat, *(None for _ in commands.servers)]
+        service = [commands.coordinator, *commands.standbys, *commands.servers]
+        self._coordinators = 1 + len(commands.standbys)
+        beats = [commands.beat, *(None for _ in service[1:])]
         self._service = [
             Part(i, command, logs, heir, beat)
             for i, (command, beat) in enumerate(zip(service, beats, strict=True))
@@ -116,6 +119,10 @@ class Fleet:
             self._learners.append(
                 Learner(number, command, logs, heir, folder=folder, restarts=restarts)
             )
+
+    @property
+    def _servers(self) -> list[Part]:
+        return self._service[self._coordinators :]
 
     def _make_restarts(self) -> Restarts:
         settings = self._settings
@@ -183,7 +190,11 @@ class Fleet:
         return None
 
     def _after_service(self, part: Part, ending: Ending) -> int | None:
-        is_alone = part is self._service[0] and ending.status != UNREACHABLE
+        # Of several coordinators, one with 69 leads no longer, or has lost a server:
+        # another one takes over.
+        is_alone = part not in self._servers and (
+            ending.status != UNREACHABLE or self._coordinators > 1
+        )
         restarting = "restarting it" if is_alone else "restarting the service"
         decision = self._decide(part, ending, self._restarts, restarting)
         if decision.status is not None:
@@ -281,7 +292,8 @@ class Fleet:
         learners = [_last_status(part) for part in self._learners]
         status = exit_codes.after_stop(learners, self._told[0])
         if status == PREEMPTED:  # what the learners saved is of use with the service's
-            everyone = [*learners, _last_status(self._service[0])]
+            center = self._service[: self._coordinators]
+            everyone = [*learners, *map(_last_status, center)]
             status = exit_codes.after_stop(everyone, self._told[0])
         self._logs.event("stop", signal=self._told[0], status=status)
         message = "not everyone saved; the run continues from the last checkpoint"
@@ -296,8 +308,8 @@ class Fleet:
         """Ends the learners, then the coordinator, which saves, then the servers."""
         seconds = self._settings.grace_seconds
         self._end(self._learners, seconds + self._settings.spare_seconds)
-        self._end(self._service[:1], seconds)
-        self._end(self._service[1:], seconds)
+        self._end(self._service[: self._coordinators], seconds)
+        self._end(self._servers, seconds)
 
     def _end(self, parts: Sequence[Part], seconds: float) -> None:
         for part in parts:

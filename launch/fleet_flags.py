@@ -50,6 +50,18 @@ def add(parser: argparse.ArgumentParser, *, is_on_hosts: bool = True) -> None:
         "--servers", type=int, metavar="M", help="of that service; default: 1"
     )
     group.add_argument(
+        "--coordinators",
+        type=int,
+        metavar="C",
+        help="of that service: one leads, the others stand by; needs --store; "
+        "default: 1",
+    )
+    group.add_argument(
+        "--store",
+        metavar="URL",
+        help="of the coordinators, see serve; default: a file in the run folder",
+    )
+    group.add_argument(
         "--each",
         action="append",
         default=[],
@@ -63,27 +75,33 @@ def add(parser: argparse.ArgumentParser, *, is_on_hosts: bool = True) -> None:
         metavar="N",
         help="commits between two checkpoints of the service; default: that of serve",
     )
-    if is_on_hosts:
-        group.add_argument(
-            "--service-host",
-            metavar="NAME",
-            help="name or address of this host that the others can reach; default: its "
-            "host name",
-        )
+    default = "its host name" if is_on_hosts else LOOPBACK
+    group.add_argument(
+        "--service-host",
+        metavar="NAME",
+        help=f"name or address of this host that the others can reach; default: "
+        f"{default}",
+    )
 
 
 def is_given(args: argparse.Namespace) -> bool:
     """Returns whether a fleet is to be launched; checks its flags."""
     if args.learners is None:
-        for name in ("servers", "each", "save_commits", "service_host", "token_secret"):
+        service = ("servers", "coordinators", "store", "each", "save_commits")
+        for name in (*service, "service_host", "token_secret"):
             if getattr(args, name, None):
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} needs --learners; add it, or leave both out")
         return False
-    for name in ("learners", "servers", "save_commits"):
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+    for name in ("learners", "servers", "coordinators", "save_commits"):
+        value, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be >= 1, got {value}")
+    if (getattr(args, "coordinators", None) or 1) > 1 and args.store is None:
+        raise ValueError(
+            f"--coordinators {args.coordinators}: they keep their log in etcd; name it "
+            "with --store etcd://HOST:PORT/PREFIX"
+        )
     if args.command[0] != "train":
         raise ValueError(
             f"--learners starts several trainings, but the command is "
@@ -136,14 +154,19 @@ def launch(
     host = LOOPBACK
     if set(hosts) - {local_host()}:
         host = service_host(args.service_host)
-    address = f"{host}:{free_port(set())}"
+    elif args.service_host:
+        host = args.service_host
+    ports: set[int] = set()
+    for _ in range(getattr(args, "coordinators", None) or 1):
+        free_port(ports)
+    addresses = [f"{host}:{port}" for port in sorted(ports)]
     each_of(args)  # raises before anything is written
     settings = FleetSettings(
         processes=processes,
         max_restarts=args.max_restarts,
         grace_seconds=args.grace_seconds,
     )
-    make = functools.partial(make_commands, args, target, shares, run, address)
+    make = functools.partial(make_commands, args, target, shares, run, addresses)
     return Fleet(make, run, logs, settings).run()
 
 
@@ -182,23 +205,28 @@ def make_commands(
     target: str,
     shares: Sequence[Share],
     run: Path,
-    address: str,
+    addresses: Sequence[str],
 ) -> Commands:
     """Returns the commands of a fleet; makes the folders that they need.
 
     Args:
-      address: host:port of the coordinator.
+      addresses: host:port of each coordinator.
     """
     num_servers, more = args.servers or 1, each_of(args)
     home, token = _make_home(run), _make_token(run)
     # The service computes on the CPU, and must not take a learner's devices.
     env = {"PYTHONUNBUFFERED": "1", **os.environ, "JAX_PLATFORMS": "cpu"}
     serve = [*PROGRAM, "serve", "--token-file", str(token), "--role"]
-    coordinator = [*serve, "coordinator", "--bind", address, "--folder", str(home)]
+    coordinator = [*serve, "coordinator", "--folder", str(home)]
     coordinator += ["--servers", str(num_servers)]
+    coordinator += given(args, "store")
     if args.save_commits is not None:
         coordinator += ["--save-every", str(args.save_commits)]
-    host = address.rpartition(":")[0]
+    centers = []
+    for number, address in enumerate(addresses):
+        name = f"coordinator {number}" if len(addresses) > 1 else "coordinator"
+        centers.append(Command(name, [*coordinator, "--bind", address], env))
+    address, host = ",".join(addresses), addresses[0].rpartition(":")[0]
     server = [*serve, "server", "--bind", f"{host}:0", "--coordinator", address]
     servers = [
         Command(f"server {n}", [*server, "--folder", str(home / f"server-{n}")], env)
@@ -214,8 +242,8 @@ def make_commands(
         argv += ["--set", f"exchange.token_file={str(token)!r}", *more[number]]
         variables = {"PYTHONUNBUFFERED": "1", **os.environ, **share.env}
         learners.append(Command(f"learner {number}", argv, variables))
-    center = Command("coordinator", coordinator, env)
-    return Commands(center, servers, learners, beat=home / "address")
+    beat = None if args.store else home / "address"
+    return Commands(centers[0], servers, learners, beat, centers[1:])
 
 
 def each_of(args: argparse.Namespace) -> list[list[str]]:

@@ -185,13 +185,16 @@ class Commands:
     """What a fleet runs; none of them changes from one attempt to the next.
 
     Attributes:
-      beat: a file that the coordinator touches while it works.
+      standbys: coordinators that stand by for the first one, and it for them.
+      beat: a file that the coordinator touches while it works; None if there are
+        several, which watch each other.
     """
 
     coordinator: Command
     servers: Sequence[Command]
     learners: Sequence[Command]
     beat: Path | None = None
+    standbys: Sequence[Command] = ()
 
 
 class FleetLogs(Logs):
@@ -207,7 +210,7 @@ class FleetLogs(Logs):
 
     def _new_lines(self, name: str) -> bytes:
         lines = super()._new_lines(name)
-        if name == COORDINATOR:  # its status is in ours
+        if name.startswith(COORDINATOR):  # its status is in ours
             kept = (x for x in lines.splitlines(True) if not STATUS.search(x))
             return b"".join(kept)
         if self._is_single and name.startswith("learner "):

@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from fleets import RunningFleet
+from fleets import WAIT, RunningFleet
 from supervised import FAKE as FAKE_WORKER
 from supervised import PROGRAM as SUPERVISOR
 from test_jobs import ends
@@ -68,6 +68,22 @@ def test_what_of_the_service_is_restarted(role, action, restarted, tmp_path):
         found = {name for name, starts in fleet.starts().items() if starts == 2}
         assert found == restarted
         assert max(fleet.starts().values()) == 2
+
+
+@pytest.mark.parametrize("role", ["coordinator", "standby 1"])
+@pytest.mark.parametrize("end", ["kill", 69])
+def test_one_of_several_coordinators_is_restarted_alone(role, end, tmp_path):
+    everyone = [f"seen/{name}.json" for name in FIRST]
+    plan = {"standby 1": [WAIT], **LEARNERS}
+    plan[role] = [{"end": end, "until": everyone}, {"final": True}]
+    with RunningFleet(tmp_path, plan) as fleet:
+        fleet.until_seen(*FIRST, f"{role.replace(' ', '-')}-1")
+        fleet.process.send_signal(signal.SIGTERM)
+        assert fleet.status() == exit_codes.PREEMPTED
+        assert {n for n, k in fleet.starts().items() if k == 2} == {role}
+        assert "2 learners and 2 servers" in fleet.stderr
+        of_service = [name for name in fleet.order() if not name.startswith("learner")]
+        assert set(of_service[:2]) == {"coordinator", "standby-1"}
 
 
 def test_a_coordinator_that_is_stopped_is_killed_and_restarted(tmp_path):

@@ -25,7 +25,9 @@ run, argvs, settings = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 found = {name: Command(name, argv, os.environ) for name, argv in argvs.items()}
 of = lambda role: [c for name, c in found.items() if name.startswith(role)]
 roles = found["coordinator"], of("server"), of("learner")
-commands = Commands(*roles, beat=run / "beat")
+standbys = of("standby")
+beat = None if standbys else run / "beat"
+commands = Commands(*roles, beat=beat, standbys=standbys)
 settings = FleetSettings(**json.loads(settings))
 sys.exit(Fleet(lambda: commands, run, run / "logs", settings).run())
 """
