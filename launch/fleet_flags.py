@@ -76,13 +76,13 @@ def add(parser: argparse.ArgumentParser, *, is_on_hosts: bool = True) -> None:
             help="etcd://HOST:PORT[,...]/PREFIX: where they keep the log; required for "
             "several; each run needs a prefix of its own",
         )
-    if is_on_hosts:
-        group.add_argument(
-            "--service-host",
-            metavar="NAME",
-            help="name or address of this host that the others can reach; default: its "
-            "host name",
-        )
+    default = "its host name" if is_on_hosts else LOOPBACK
+    group.add_argument(
+        "--service-host",
+        metavar="NAME",
+        help="name or address of this host that the others can reach; default: "
+        f"{default}",
+    )
 
 
 def is_given(args: argparse.Namespace) -> bool:
@@ -157,6 +157,8 @@ def launch(
     host = LOOPBACK
     if set(hosts) - {local_host()}:
         host = service_host(args.service_host)
+    elif args.service_host:
+        host = args.service_host
     ports: set[int] = set()
     for _ in range(getattr(args, "coordinators", None) or 1):
         ports.add(free_port(ports))

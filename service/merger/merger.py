@@ -5,7 +5,6 @@ tensors end here: the contributions of a round are added up, and one sum goes on
 each version is pulled once for all. What is above may be a merger too.
 """
 
-import json
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from ..wire.calls import Channel, Download, Message, Server, Upload
 from ..wire.coordinators import Caller, reach
 from ..wire.credentials import Tls
 from ..wire.errors import NoUpstream, Refused, Unavailable
+from ..wire.messages import decode
 from ..wire.sums import check_counts_all
 from .job import MergedJob
 from .upstream import Upstream
@@ -142,9 +142,9 @@ class Merger:
 
     def push(self, messages: Iterator[bytes]) -> Message:
         """Receives pieces of a contribution, after a message that says whose."""
-        about = json.loads(next(messages, b"null"))
+        about = decode(next(messages, b""))
         names = ("job", "learner", "incarnation", "round")
-        if not isinstance(about, dict) or any(name not in about for name in names):
+        if any(name not in about for name in names):
             raise Refused(f"push: expected a message with {', '.join(names)} first")
         key = about["learner"], about["incarnation"], about["round"]
         receiving = Receiving(self._job(about), key)

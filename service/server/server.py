@@ -4,7 +4,6 @@
 and tells a coordinator that it is there.
 """
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +13,11 @@ from typing import Any
 from ..blocks.box import Box
 from ..blocks.pieces import pieces
 from ..wire import changes, tensors
-from ..wire.calls import Download, Message, Server, Upload
+from ..wire.calls import Download, Server, Upload
 from ..wire.coordinators import reach
 from ..wire.credentials import Tls
 from ..wire.errors import OldTerm, Refused, Unavailable
+from ..wire.messages import Message, decode
 from .fence import Fence
 from .receiving import Receiving
 from .store import BlockStore
@@ -103,7 +103,7 @@ class BlockServer:
         if first is None:
             raise Refused("push: expected a message with job, learner and round first")
         names = ("job", "learner", "incarnation", "round")
-        job, *numbers = fields(json.loads(first), *names)
+        job, *numbers = fields(decode(first), *names)
         store, key = self._store(job), (numbers[0], numbers[1], numbers[2])
         receiving = Receiving(store, key)
         try:

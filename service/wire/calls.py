@@ -6,7 +6,6 @@ gets in a Refused of its own.
 """
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -16,11 +15,11 @@ import grpc
 import numpy as np
 
 from ..blocks.box import Box
-from . import changes, credentials, tensors
+from . import changes, credentials, messages, tensors
 from .credentials import Tls
 from .errors import NotLeader, NoUpstream, OldTerm, Refused, Unavailable
+from .messages import Message
 
-Message = dict[str, Any]
 Handler = Callable[[Message], Message]
 
 SERVICE = "meshloom"
@@ -141,21 +140,22 @@ class Channel:
         """Sends a message and returns the answer."""
         method = self._channel.unary_unary(f"/{SERVICE}/{name}")
         with self._translating(name):
-            data = json.dumps(message).encode()
-            return decode(method(data, timeout=seconds, metadata=self._metadata))
+            data = messages.encode(message)
+            answer = method(data, timeout=seconds, metadata=self._metadata)
+            return messages.decode(answer)
 
     def upload(
-        self, name: str, messages: Iterator[bytes], seconds: float = 300.0
+        self, name: str, stream: Iterator[bytes], seconds: float = 300.0
     ) -> Message:
         """Sends a stream of messages and returns the answer."""
         method = self._channel.stream_unary(f"/{SERVICE}/{name}")
         # An exception of the generator would be lost in a thread of gRPC.
         failed: list[BaseException] = []
-        guarded = _guarded(messages, failed)
+        guarded = _guarded(stream, failed)
         try:
             with self._translating(name):
                 answer = method(guarded, timeout=seconds, metadata=self._metadata)
-                return decode(answer)
+                return messages.decode(answer)
         finally:
             if failed:
                 raise failed[0]
@@ -165,7 +165,7 @@ class Channel:
     ) -> Generator[bytes, None, None]:
         """Sends a message and yields the messages of the answer."""
         method = self._channel.unary_stream(f"/{SERVICE}/{name}")
-        data = json.dumps(message).encode()
+        data = messages.encode(message)
         stream = method(data, timeout=seconds, metadata=self._metadata)
         try:
             with self._translating(name):
@@ -190,14 +190,14 @@ class Channel:
         about = {"job": job, "learner": learner}
         about |= {"incarnation": incarnation, "round": round}
 
-        def messages() -> Iterator[bytes]:
-            yield json.dumps(about).encode()
+        def stream() -> Iterator[bytes]:
+            yield messages.encode(about)
             yield from tensors.encode(
                 ({"block": block, "slab": slab}, start, array)
                 for block, slab, start, array in pieces
             )
 
-        return self.upload("Push", messages(), seconds)
+        return self.upload("Push", stream(), seconds)
 
     def pull(
         self,
@@ -285,10 +285,10 @@ def _leader_in(call: grpc.Call) -> str | None:
     return found[0] if found else None
 
 
-def _guarded(messages: Iterator[bytes], failed: list[BaseException]) -> Iterator[bytes]:
+def _guarded(stream: Iterator[bytes], failed: list[BaseException]) -> Iterator[bytes]:
     """Yields messages; keeps the exception that ended them, for the caller."""
     try:
-        yield from messages
+        yield from stream
     except Exception as error:
         failed.append(error)
 
@@ -296,7 +296,7 @@ def _guarded(messages: Iterator[bytes], failed: list[BaseException]) -> Iterator
 def _unary(name: str, handler: Handler, token: str | None) -> Any:
     def behavior(request: bytes, context: grpc.ServicerContext) -> bytes:
         with _answering(name, context, token):
-            return json.dumps(handler(decode(request))).encode()
+            return messages.encode(handler(messages.decode(request)))
         raise AssertionError("a call that fails is aborted")
 
     return grpc.unary_unary_rpc_method_handler(behavior)
@@ -307,14 +307,14 @@ def _stream(name: str, stream: Upload | Download, token: str | None) -> Any:
 
         def upload(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
             with _answering(name, context, token):
-                return json.dumps(stream.handle(requests)).encode()
+                return messages.encode(stream.handle(requests))
             raise AssertionError("a call that fails is aborted")
 
         return grpc.stream_unary_rpc_method_handler(upload)
 
     def download(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         with _answering(name, context, token):
-            yield from stream.handle(decode(request))
+            yield from stream.handle(messages.decode(request))
 
     return grpc.unary_stream_rpc_method_handler(download)
 
@@ -355,16 +355,6 @@ def _answering(
         _LOG.exception("%s from %s failed", name, context.peer())
         status = grpc.StatusCode.INTERNAL, f"internal error in {name}"
     context.abort(*status)
-
-
-def decode(data: bytes) -> Message:
-    """Reads a message; raises ValueError for anything but a JSON object."""
-    message = json.loads(data)
-    if not isinstance(message, dict):
-        raise ValueError(
-            f"message: a JSON {type(message).__name__}, expected an object"
-        )
-    return message
 
 
 def _one_line(error: Exception) -> str:

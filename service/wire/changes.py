@@ -7,7 +7,6 @@ oldest first, or (null) its elements. Whoever receives them computes the same bi
 the server, and compares the checksum of what it has then.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,8 @@ import numpy as np
 from ..blocks.box import Box
 from . import tensors
 from .errors import Refused
+from .messages import decode as decode_message
+from .messages import encode as encode_message
 
 
 class Wanted(NamedTuple):
@@ -70,7 +71,7 @@ def encode(
         None if changes is None else [len(changes), checksum(elements)]
         for elements, changes in found
     ]
-    yield json.dumps({"boxes": about}).encode()
+    yield encode_message({"boxes": about})
     yield from tensors.encode(
         ({"leaf": leaf}, box.start, array)
         for (leaf, box), (elements, changes) in zip(boxes, found, strict=True)
@@ -131,7 +132,7 @@ def _about(
 ) -> list[tuple[int, int] | None]:
     """Reads the first message: (number of changes, checksum) of each box, or None."""
     try:
-        rows = json.loads(next(messages))["boxes"]
+        rows = decode_message(next(messages))["boxes"]
         found = [None if row is None else (int(row[0]), int(row[1])) for row in rows]
         pairs = list(zip(wanted, found, strict=True))
         if any(row and (row[0] < 0 or box.old is None) for box, row in pairs):

@@ -4,9 +4,10 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from .calls import Channel, Message
+from .calls import Channel
 from .credentials import Tls
 from .errors import NotLeader, NoUpstream, Refused, Unavailable
+from .messages import Message
 
 
 class Caller(Protocol):

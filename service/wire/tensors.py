@@ -2,6 +2,7 @@
 
     length of the header (4 bytes) | header | bytes | CRC32C (4 bytes), little-endian
 
+The checksum is that of the header and the bytes; who gets another one asks again.
 The header has the array's place, shape, dtype and number of bytes, and its codec if the
 bytes are those of a packed array (codecs.py). The messages of a stream are these bytes
 cut anywhere, so small arrays share a message. An array counts once all of its bytes
@@ -22,7 +23,7 @@ from ..blocks.box import Box
 from ..blocks.dtypes import dtype_of
 from . import codecs
 from .codecs import Codec
-from .errors import Refused
+from .errors import Refused, Unavailable
 
 # On loopback, chunks of 256 KiB to 4 MiB are about equally fast. Up to 512 KiB the
 # memory of messages is used again, where larger ones cost a fault for every page; and a
@@ -97,7 +98,7 @@ def _parts(arrays: Iterable[tuple[Place, Any, Sent]]) -> Iterator[Any]:
         }
         text = json.dumps(header).encode()
         yield _NUMBER.pack(len(text)) + text
-        crc = 0
+        crc = google_crc32c.value(text)
         # In chunks, so that the first one is under way before the last is checksummed.
         for first in range(0, flat.size, CHUNK):
             chunk = flat[first : first + CHUNK]
@@ -123,9 +124,10 @@ def decode(
     total = 0
     stream = _Stream(messages)
     while not stream.is_over():
-        header = parse_header(_header_text(stream), places)
+        text = _header_text(stream)
+        header = parse_header(text, places)
         array = target(header)
-        _receive(header, array, stream)
+        _receive(header, array, stream, google_crc32c.value(text))
         done(header, array)
         total += header.nbytes
     return total
@@ -254,11 +256,15 @@ def _header_text(stream: _Stream) -> bytes:
     return text
 
 
-def _receive(header: Header, array: np.ndarray, stream: _Stream) -> None:
-    """Copies the bytes of one array to their place, and compares the checksum."""
+def _receive(header: Header, array: np.ndarray, stream: _Stream, crc: int) -> None:
+    """Copies the bytes of one array to their place, and compares the checksum.
+
+    Args:
+      crc: of the header.
+    """
     assert array.flags.c_contiguous and array.nbytes == header.nbytes
     flat = array.reshape(-1).view(np.uint8)
-    filled, crc = 0, 0
+    filled = 0
     while filled < header.nbytes:
         taken = stream.take(header.nbytes - filled)
         if not taken:
@@ -271,7 +277,7 @@ def _receive(header: Header, array: np.ndarray, stream: _Stream) -> None:
     if len(trailer) < _NUMBER.size:
         raise Refused(f"{header} is short: it has no checksum")
     if crc != (expected := _NUMBER.unpack(trailer)[0]):
-        raise Refused(
+        raise Unavailable(
             f"{header} is damaged: CRC32C {crc:08x}, expected {expected:08x}; send it "
             "again"
         )

@@ -70,7 +70,7 @@ FLAGS = {
     | {"--store", "--metrics", "--upstream", "ACTION"},
     "launch local": SUPERVISED
     | FLEET
-    | {"--coordinators", "--store"}
+    | {"--coordinators", "--store", "--service-host"}
     | {"--processes", "--min-processes", "--cold"},
     "launch mpi": SUPERVISED
     | FLEET

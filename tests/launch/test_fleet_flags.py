@@ -94,6 +94,28 @@ def test_the_commands_of_a_local_fleet(fleet, tmp_path):
         assert ("--mesh" in train) == (number == 1)
 
 
+def test_several_coordinators_have_one_store(fleet):
+    store = "etcd://127.0.0.1:2379/x"
+    flags = ["--learners", "2", "--coordinators", "2", "--store", store]
+    assert launch("local", *flags, "--service-host", "127.0.0.2") == 75
+    commands = fleet["commands"]
+    both = [words(c) for c in (commands.coordinator, *commands.standbys)]
+    addresses = [value(serve, "--bind") for serve in both]
+    assert len(set(addresses)) == 2
+    assert all(address.startswith("127.0.0.2:") for address in addresses)
+    assert {value(s, "--folder") for s in both} == {value(both[0], "--folder")}
+    assert [f"--store={store}" in serve for serve in both] == [True, True]
+    for server in map(words, commands.servers):
+        assert value(server, "--coordinator") == ",".join(addresses)
+        assert value(server, "--bind") == "127.0.0.2:0"
+    for _, train in learners(fleet):
+        assert value(train, "--exchange") == f"{','.join(addresses)}/x"
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add(parser.add_subparsers())
+    for command in both:
+        serve._check(parser.parse_args(command))
+
+
 def test_commands_are_understood(fleet):
     assert launch("local", "--learners", "2") == 75
     commands = fleet["commands"]
@@ -222,6 +244,11 @@ def test_a_slurm_job_runs_a_fleet_on_its_first_node(fleet, capfd):
         ("local --processes 1 --each 0 -- train", "--each needs --learners"),
         ("local --learners 0 -- train", "--learners must be >= 1, got 0"),
         ("local --learners 2 --servers 0 -- train", "--servers must be >= 1, got 0"),
+        ("local --processes 1 --store x -- train", "--store needs --learners"),
+        (
+            "local --learners 2 --coordinators 2 -- train",
+            "keep their log in etcd; add --store etcd://HOST:PORT",
+        ),
         ("local --learners 2 -- report x", "the command is 'report'; expected train"),
         (
             "local --learners 2 -- train --learner=0/2",

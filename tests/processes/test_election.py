@@ -15,13 +15,13 @@ import time
 
 import numpy as np
 import pytest
-from etcd_cluster import etcd_cluster
 from services import LIMIT, Learner, Service, spec, wait
 
 from meshloom.service.wire.calls import Channel
 from meshloom.service.wire.coordinators import reach
 from meshloom.service.wire.errors import Unavailable
 from meshloom.trainer.program.digest import tree_digests
+from meshloom.trainer.verify.etcd_cluster import etcd_cluster
 
 pytestmark = pytest.mark.processes
 

@@ -1,5 +1,6 @@
 """Drills of learners and a service: a short form with real processes, and its parts."""
 
+import contextlib
 import json
 import os
 import random
@@ -15,8 +16,18 @@ from real_fleets import SMALL
 from test_jobs import ends
 from tiny_runs import command, main, refused
 
+from meshloom.service.wire.calls import Channel, Server
+from meshloom.service.wire.errors import Unavailable
+from meshloom.trainer.commands import drill_fleet
 from meshloom.trainer.job.fault_points import TRAPS, Traps, reached_of
-from meshloom.trainer.verify import fleet_drill, fleet_faults, fleet_job, fleet_soak
+from meshloom.trainer.verify import (
+    fleet_drill,
+    fleet_faults,
+    fleet_job,
+    fleet_settings,
+    fleet_soak,
+    fleet_wire,
+)
 from meshloom.trainer.verify.drill_job import Failed
 from meshloom.trainer.verify.fleet_drill import Result, Training
 
@@ -100,6 +111,9 @@ class Running:
 
     def poll(self):
         return None
+
+    def __call__(self):
+        return self
 
 
 @pytest.fixture
@@ -247,6 +261,62 @@ def test_wrong_input(tmp_path, capfd):
     assert "is not empty" in line
     assert main(["drill", "--learners", "2", "--list"]) == 0
     assert capfd.readouterr().out.splitlines() == list(fleet_faults.FAULTS)
+
+
+def test_a_wire_flips_one_bit_of_what_is_asked_for(monkeypatch):
+    with fleet_wire.wire() as wire, contextlib.closing(echo()) as server:
+        for name, value in wire.variables.items():
+            monkeypatch.setenv(name, value)
+        channel = Channel(f"127.0.0.1:{server.port}")
+        with contextlib.closing(channel):
+            small, large = {"a": "x" * 500}, {"a": "x" * 9000}
+            assert channel.call("Echo", small, 20) == small
+            wire.flip("message")
+            assert channel.call("Echo", large, 20) == large
+            assert wire.flipped == 0
+            with pytest.raises(Unavailable, match="is damaged: CRC32C"):
+                channel.call("Echo", small, 20)
+            wire.flip("tensor")
+            assert channel.call("Echo", small, 20) == small
+            with pytest.raises(Unavailable, match="is damaged: CRC32C"):
+                channel.call("Echo", large, 20)
+            assert wire.flipped == 2
+            assert channel.call("Echo", large, 20) == large
+
+
+def echo() -> Server:
+    return Server("127.0.0.1:0", {"Echo": lambda message: message})
+
+
+def test_what_cannot_be_injected_here_is_refused_or_left_out(
+    monkeypatch, tmp_path, capfd
+):
+    monkeypatch.setattr(fleet_settings, "can_mount", lambda: False)
+    line = refused(capfd, [*DRILL, "--faults", "server", "full-disk"])
+    assert line == (
+        "full-disk: cannot mount file systems here; leave it out of --faults"
+    )
+    names = drill_fleet._names(None, fleet_faults.FAULTS)
+    assert set(fleet_faults.FAULTS) - set(names) == {"full-disk"}
+    assert "full-disk: skipped: cannot mount" in capfd.readouterr().out
+
+
+def test_ids_that_others_got_are_not_those_of_a_training(tmp_path):
+    spec = FakeSpec((), 2, 2, 1, num_steps=9, save_every=5, limit_seconds=20.0)
+    with fleet_job.running(spec, tmp_path / "run") as fleet:
+        assert fleet._has(fleet._process.pid) and not fleet._has(os.getpid())
+        with pytest.raises(Failed, match=f"process {os.getpid()} ended before"):
+            fleet.send(os.getpid(), signal.SIGKILL)
+        assert fleet.end() == 7
+        fleet.start_again()
+        assert fleet.end() == 7
+        with pytest.raises(Failed, match="it exited with status 7"):
+            fleet.finish()
+
+
+class FakeSpec(fleet_job.FleetSpec):
+    def argv(self, run):
+        return [sys.executable, "-c", "import sys, time; time.sleep(1); sys.exit(7)"]
 
 
 KILLED = """

@@ -5,10 +5,12 @@ import socket
 import threading
 import time
 
+import google_crc32c
 import grpc
 import pytest
 from authorities import Authority
 
+from meshloom.service.wire import messages
 from meshloom.service.wire.calls import Channel, Download, Server, Upload
 from meshloom.service.wire.credentials import Tls
 from meshloom.service.wire.errors import Refused, Unavailable
@@ -117,14 +119,29 @@ def test_an_unknown_method(connect):
 
 
 @pytest.mark.parametrize(
-    ("data", "message"), [(b"[1]", "expected an object"), (b"\xff{", "decode|codec")]
+    ("data", "message"),
+    [(b"[1]", "expected an object"), (b"\xff{", "decode|codec"), (None, "no checksum")],
 )
 def test_what_is_not_a_json_object_is_refused(connect, data, message):
+    data = b"{}" if data is None else b"%s\n%08x" % (data, google_crc32c.value(data))
     address = connect().address
     with grpc.insecure_channel(address) as channel:
         with pytest.raises(grpc.RpcError, match=message) as caught:
             channel.unary_unary("/meshloom/Echo")(data, timeout=5)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore
+
+
+@pytest.mark.parametrize("position", [4, -4])
+def test_a_message_with_a_flipped_bit_is_not_taken(connect, position):
+    """Neither by who is asked, nor by who gets the answer; both can try again."""
+    data = bytearray(messages.encode({"weight": 8}))
+    data[position] ^= 1
+    with pytest.raises(Unavailable, match="it is damaged: CRC32C .*; send it again"):
+        messages.decode(bytes(data))
+    with grpc.insecure_channel(connect().address) as channel:
+        with pytest.raises(grpc.RpcError, match="is damaged") as caught:
+            channel.unary_unary("/meshloom/Echo")(bytes(data), timeout=5)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore
 
 
 @pytest.mark.parametrize("shown", [None, "wrong", "right "])

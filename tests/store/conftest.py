@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-from etcd_cluster import Cluster, etcd_cluster
 
 from meshloom.service.store.etcd import EtcdStore
 from meshloom.service.store.etcd_url import parse
 from meshloom.service.store.sqlite import SqliteStore
 from meshloom.service.store.store import Store
+from meshloom.trainer.verify.etcd_cluster import Cluster, etcd_cluster
 
 NUMBERS = itertools.count()
 

@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-from etcd_cluster import etcd_cluster
 
 from meshloom.service.store import etcd as etcd_module
 from meshloom.service.store import etcd_http
@@ -20,6 +19,7 @@ from meshloom.service.store.store import (
     StoreUnavailable,
     get,
 )
+from meshloom.trainer.verify.etcd_cluster import etcd_cluster
 
 pytestmark = pytest.mark.processes
 

@@ -2,7 +2,7 @@
 
 import argparse
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FAILED = 1  # exit status if the training did not recover from a fault
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(FAULTS))
         return 0
-    names = check_names(args.faults or list(KILLS if args.soak else FAULTS), FAULTS)
+    names = _names(args.faults, KILLS if args.soak else FAULTS)
     train = list(DEFAULT)
     if args.config:
         train = [part for name in args.config for part in ("--config", name)]
@@ -88,17 +88,40 @@ def run(args: argparse.Namespace) -> int:
     if args.soak:
         rng = random.Random(args.seed)
         names = [rng.choice(names) for _ in range(args.soak)]
+
+    def keep(trainings: list) -> None:
+        """Writes what there is so far: you may stop a long drill."""
+        if args.soak:
+            found = fleet_soak.summary(trainings, args.soak)
+            fleet_drill.write(workdir / "soak.json", trainings, **found)
+        else:
+            fleet_drill.write(workdir / "drill.json", trainings)
+
     trainings = fleet_drill.run(
-        spec, workdir, names, log, every=args.every, seed=args.seed
+        spec, workdir, names, log, every=args.every, seed=args.seed, keep=keep
     )
     if args.soak:
-        found = fleet_soak.summary(trainings, args.soak)
-        print(fleet_soak.describe(found))
-        fleet_drill.write(workdir / "soak.json", trainings, **found)
+        print(fleet_soak.describe(fleet_soak.summary(trainings, args.soak)))
     else:
-        fleet_drill.write(workdir / "drill.json", trainings)
         print(fleet_drill.table(trainings))
     return FAILED if fleet_drill.has_failed(trainings) else 0
+
+
+def _names(given: list[str] | None, default: Iterable[str]) -> list[str]:
+    """Returns the faults to inject: those given, or all that are possible here."""
+    from ..verify.fleet_faults import FAULTS, impossible
+
+    cannot = impossible()
+    if given:
+        for name in check_names(given, FAULTS):
+            if name in cannot:
+                raise ValueError(f"{name}: {cannot[name]}; leave it out of --faults")
+        return given
+    names = list(default)
+    for name in names:
+        if name in cannot:
+            log(f"{name}: skipped: {cannot[name]}")
+    return [name for name in names if name not in cannot]
 
 
 def check_names(names: list[str], faults: Mapping[str, object]) -> list[str]:

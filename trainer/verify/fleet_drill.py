@@ -18,7 +18,7 @@ from pathlib import Path
 from ...sharding.text import align
 from ..record import metrics
 from .drill_job import Failed
-from .fleet_faults import FAULTS
+from .fleet_faults import FAULTS, SETTINGS
 from .fleet_job import PROGRAM, Ended, Fleet, FleetSpec, environment, running
 from .training_audit import TrainingAudit, audit_training
 
@@ -88,6 +88,7 @@ def run(
     *,
     every: float | None = None,
     seed: int = 0,
+    keep: Callable[[list[Training]], None] = lambda trainings: None,
 ) -> list[Training]:
     """Injects faults one by one, into as many trainings as it takes.
 
@@ -95,6 +96,7 @@ def run(
       workdir: a new folder for the trainings.
       every: seconds between faults; None: soon after each recovery.
       seed: of random targets and pauses.
+      keep: called after each training with all so far.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     todo, rng, trainings = deque(names), random.Random(seed), []
@@ -104,7 +106,7 @@ def run(
         folder = workdir / f"training-{training.number}"
         log(f"training {training.number}: {spec.name}, {spec.num_steps} steps each")
         try:
-            with running(spec, folder) as fleet:
+            with SETTINGS.get(todo[0], running)(spec, folder) as fleet:
                 _inject_all(fleet, training, todo, rng, every, log)
                 fleet.finish()
             _check(spec, folder, training)
@@ -114,6 +116,7 @@ def run(
             problem = training.problem or "it ended before the first fault: pass more "
             raise ValueError(f"training {training.number}: {problem}--steps")
         log(f"training {training.number}: {verdict(training)}")
+        keep(trainings)
     return trainings
 
 
@@ -125,9 +128,10 @@ def _inject_all(
     every: float | None,
     log: Log,
 ) -> None:
-    """Injects faults until none is left, or it is too late for another."""
+    """Injects faults while the next one needs the same setting and has time enough."""
     fleet.wait_for_commits(2)
-    while todo and not fleet.is_ending():
+    setting = SETTINGS.get(todo[0])
+    while todo and SETTINGS.get(todo[0]) is setting and not fleet.is_ending():
         began, pause = time.time(), rng.uniform(0.0, QUIET_SECONDS)
         last = training.results[-1].seconds if training.results else None
         if every is not None and last is not None:
@@ -141,8 +145,8 @@ def _inject_all(
             mark = FAULTS[result.fault](fleet, rng)
             result.target = mark.target
             result.next_commit, result.seconds = fleet.recover(mark)
-        except Ended:
-            log(f"{result.fault}: the training ended first; again in the next one")
+        except Ended as error:
+            log(f"{result.fault}: again in the next training: {error}")
             training.results.remove(result)
             todo.appendleft(result.fault)
             return

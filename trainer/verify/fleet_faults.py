@@ -4,17 +4,25 @@ Each is injected while the training runs, and returns a Mark: where the training
 and which learners were hit. It must recover by itself.
 """
 
+import dataclasses
+import errno
+import os
 import random
 import signal
 import time
 from collections.abc import Callable
 
+from ...launch.exit_codes import BAD_INPUT
 from ...service.coordinator.settings import Settings
+from .drill_job import Failed
 from .fleet_job import Fleet, Mark
+from .fleet_settings import Setting, on_a_small_disk, on_a_wire, on_etcd, problem
 
 Fault = Callable[[Fleet, random.Random], Mark]
 # Longer than a process may be silent before it counts as lost.
 PAUSE_SECONDS = Settings().lease_seconds + 4
+# Of a file, and of SQLite.
+FULL = (os.strerror(errno.ENOSPC), "disk is full")
 
 
 def kill_at(point: str) -> Fault:
@@ -62,6 +70,65 @@ def pause(kind: str) -> Fault:
     return inject
 
 
+def flip_a_bit(what: str) -> Fault:
+    """Flips one bit of a tensor or a message on its way."""
+
+    def inject(fleet: Fleet, rng: random.Random) -> Mark:
+        del rng
+        wire = fleet.wire
+        assert wire is not None
+        before = wire.flipped
+        wire.flip(what)
+        fleet.wait(f"{what} on the wire", lambda: wire.flipped > before)
+        return dataclasses.replace(fleet.mark([]), target="the wire")
+
+    return inject
+
+
+def full_disk(fleet: Fleet, rng: random.Random) -> Mark:
+    """Fills the disk of the service, which must stop aloud, and makes room again.
+
+    The seconds to recover count from when the training is continued.
+    """
+    del rng
+    assert fleet.disk is not None
+    fleet.disk.fill()
+    if (status := fleet.end()) != BAD_INPUT:
+        raise Failed(f"the training exited with {status}, not 2; see {fleet.log}")
+    text = fleet.log.read_text(errors="replace")
+    if not any(name in text for name in FULL):
+        raise Failed(f"the training did not say that {FULL[1]}; see {fleet.log}")
+    fleet.disk.empty()
+    mark = dataclasses.replace(fleet.mark([]), target="the disk")
+    fleet.start_again()
+    return mark
+
+
+def kill_leader_and_member(fleet: Fleet, rng: random.Random) -> Mark:
+    """Kills the coordinator that leads before a commit, and one member of etcd."""
+    assert fleet.etcd is not None
+    pid, member = fleet.trap("log"), rng.randrange(len(fleet.etcd.ports))
+    fleet.etcd.kill(member)
+    mark = fleet.kill(pids=[pid])
+    fleet.release()
+    return dataclasses.replace(mark, target=f"{mark.target}, etcd {member}")
+
+
+def pause_leader(fleet: Fleet, rng: random.Random) -> Mark:
+    """Stops the coordinator that leads, before a commit, until another one leads.
+
+    When it goes on it writes that commit, which etcd and the servers must refuse.
+    """
+    del rng
+    pid = fleet.trap("log")
+    mark = fleet.mark([fleet.role_of(pid)])
+    fleet.send(pid, signal.SIGSTOP)
+    fleet.release()
+    time.sleep(PAUSE_SECONDS)
+    fleet.send(pid, signal.SIGCONT)
+    return mark
+
+
 def _one(fleet: Fleet, kind: str, rng: random.Random) -> str:
     number = {"learner": fleet.spec.learners, "server": fleet.spec.servers}.get(kind)
     return kind if number is None else f"{kind} {rng.randrange(number)}"
@@ -82,6 +149,29 @@ FAULTS: dict[str, Fault] = {
     "pause-learner": pause("learner"),
     "pause-server": pause("server"),
     "pause-coordinator": pause("coordinator"),
+    "flipped-bit": flip_a_bit("tensor"),
+    "flipped-bit-in-message": flip_a_bit("message"),
+    "full-disk": full_disk,
+    "leader-before-commit": kill_at("log"),
+    "leader-after-commit": kill_at("logged"),
+    "pause-leader": pause_leader,
+    "leader-and-etcd": kill_leader_and_member,
+}
+# What a training needs around it for a fault; the others need nothing.
+SETTINGS: dict[str, Setting] = {
+    "flipped-bit": on_a_wire,
+    "flipped-bit-in-message": on_a_wire,
+    "full-disk": on_a_small_disk,
+    **dict.fromkeys(
+        ("leader-before-commit", "leader-after-commit", "pause-leader"), on_etcd
+    ),
+    "leader-and-etcd": on_etcd,
 }
 # Of a soak: one of them at a time, at random.
 KILLS = ("learner", "server", "coordinator")
+
+
+def impossible() -> dict[str, str]:
+    """Returns the faults that cannot be injected here, and why."""
+    found = {name: problem(setting) for name, setting in SETTINGS.items()}
+    return {name: why for name, why in found.items() if why}

@@ -16,6 +16,9 @@ from ...launch.workers import GUARD
 from ..job.fault_points import TRAPS
 from ..record import metrics
 from .drill_job import POLL_SECONDS, Failed
+from .etcd_cluster import Cluster
+from .fleet_wire import Wire
+from .small_disk import SmallDisk
 from .training_audit import COMMITS
 
 PROGRAM = (sys.executable, "-P", "-m", "meshloom.trainer.cli")
@@ -43,6 +46,7 @@ class FleetSpec:
         between those of a learner.
       limit_seconds: how long anything may take before the drill has failed: a start, a
         recovery, the rest of a training, a replay.
+      launch: more flags of `meshloom launch`.
     """
 
     train: tuple[str, ...]
@@ -52,6 +56,7 @@ class FleetSpec:
     num_steps: int
     save_every: int
     limit_seconds: float
+    launch: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -63,6 +68,7 @@ class FleetSpec:
             *(*PROGRAM, "launch", "local", "--learners", str(self.learners)),
             *("--servers", str(self.servers), "--cpu-devices", str(self.cpu_devices)),
             *("--save-commits", str(self.save_every), "--max-restarts", "10"),
+            *self.launch,
             *("--", "train", *self.train, "--workdir", str(run)),
             *("--steps", str(self.num_steps), "--set", f"save_every={self.save_every}"),
         ]
@@ -88,14 +94,29 @@ class Mark:
 class Fleet:
     """A running training.
 
+    Args:
+      start: starts it, or continues it.
+
     Attributes:
       run: its folder.
+      wire: what its processes call each other through, if bits can be flipped there.
+      disk: the disk that the service writes to, if it can be filled.
+      etcd: where its coordinators keep their log, if there are several.
     """
 
+    wire: Wire | None = None
+    disk: SmallDisk | None = None
+    etcd: Cluster | None = None
+
     def __init__(
-        self, spec: FleetSpec, run: Path, process: subprocess.Popen, traps: Path
+        self,
+        spec: FleetSpec,
+        run: Path,
+        start: Callable[[], subprocess.Popen],
+        traps: Path,
     ):
-        self.spec, self.run, self._process, self._traps = spec, run, process, traps
+        self.spec, self.run, self._traps = spec, run, traps
+        self._start, self._process = start, start()
 
     # What it has written.
 
@@ -173,12 +194,9 @@ class Fleet:
         return mark
 
     def send(self, pid: int, number: int) -> None:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            raise Failed(
-                f"process {pid} ended before the fault; see {self.log}"
-            ) from None
+        if not self._has(pid):
+            raise Failed(f"process {pid} ended before the fault; see {self.log}")
+        os.kill(pid, number)
 
     def trap(self, point: str) -> int:
         """Waits until a process reaches a point; returns its id. It stays there."""
@@ -254,21 +272,45 @@ class Fleet:
         self.wait(f"recovery of {mark.target}", is_back)
         return first - mark.time, time.time() - mark.time
 
-    def finish(self) -> None:
-        """Waits until the training is done and all its processes are gone."""
+    def end(self) -> int:
+        """Waits until the training has ended; returns its exit status."""
         try:
-            status = self._process.wait(self.spec.limit_seconds)
+            return self._process.wait(self.spec.limit_seconds)
         except subprocess.TimeoutExpired:
             seconds = self.spec.limit_seconds
             raise Failed(f"not done within {seconds:g} s; see {self.log}") from None
-        if status != DONE:
+
+    def start_again(self) -> None:
+        """Continues a training that has ended, with the same command."""
+        self._process = self._start()
+
+    def kill_all(self) -> None:
+        """Kills the training; its heir and the kernel end all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def finish(self) -> None:
+        """Waits until the training is done and all its processes are gone."""
+        if (status := self.end()) != DONE:
             meaning = f" ({MEANINGS[status]})" if status in MEANINGS else ""
             raise Failed(f"it exited with status {status}{meaning}; see {self.log}")
         deadline = time.monotonic() + 10
-        while left := [pid for pid in self.pids() if _is_alive(pid)]:
+        while left := [pid for pid in self.pids() if self._has(pid)]:
             if time.monotonic() > deadline:
                 raise Failed(f"it left processes {left} behind; see {self.log}")
             time.sleep(POLL_SECONDS)
+
+    def _has(self, pid: int) -> bool:
+        """Returns whether a process is one of this training; ids are used again."""
+        file = Path(f"/proc/{pid}/environ")
+        try:
+            if Path("/proc/self/environ").exists():
+                return f"{TRAPS}={self._traps}".encode() in file.read_bytes()
+            os.kill(pid, 0)
+        except (OSError, ProcessLookupError):
+            return False
+        return True
 
     def _home(self, learner: int) -> Path:
         return self.run / "learners" / str(learner)
@@ -276,16 +318,6 @@ class Fleet:
 
 def _pids(events: Iterable[Mapping[str, Any]]) -> list[int]:
     return [pid for event in events for pid in event.get("pids", ())]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the id of a process of somebody else by now
-        return False
-    return True
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -308,24 +340,24 @@ def running(
     traps = run.parent / f"{run.name}.traps"
     traps.mkdir(parents=True, exist_ok=True)
     variables = {**environment(run.parent / "cache"), TRAPS: str(traps), **more}
-    with open(run.parent / f"{run.name}.log", "ab") as log:
-        process = subprocess.Popen(
-            # With the guard, the kernel ends the fleet if this process is killed.
-            [*GUARD, "worker", str(os.getpid()), *around, *spec.argv(run)],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    fleet = Fleet(spec, run, process, traps)
+
+    def start() -> subprocess.Popen:
+        with open(run.parent / f"{run.name}.log", "ab") as log:
+            return subprocess.Popen(
+                # With the guard, the kernel ends the fleet if this process is killed.
+                [*GUARD, "worker", str(os.getpid()), *around, *spec.argv(run)],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    fleet = Fleet(spec, run, start, traps)
     try:
         yield fleet
     finally:
-        # The heir of the fleet and the kernel end all that it has started.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        fleet.kill_all()
         with contextlib.suppress(OSError):
             fleet.release()
             traps.rmdir()

