@@ -89,6 +89,11 @@ class ImageClassifier:
         penalty = self.label_smoothing * jnp.sum(weights_B * more_B)
         return nll + penalty, jnp.sum(weights_B), {**others, "penalty": penalty}
 
+    def likeliest(self, logits_BK: jax.Array) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
+        probability_B = jnp.max(jax.nn.softmax(logits_BK), axis=-1)
+        return {"class": jnp.argmax(logits_BK, axis=-1), "probability": probability_B}
+
     def num_params(self) -> int:
         shapes = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))

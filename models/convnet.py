@@ -57,6 +57,12 @@ class Config(ImageClassifier):
         """Returns the loss sum, its weight, and the number of correct predictions."""
         return self.sums(self.logits(params, batch["image"], shard), batch)
 
+    def predict(
+        self, params: Params, batch: dict[str, jax.Array], shard: Sharder
+    ) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
+        return self.likeliest(self.logits(params, batch["image"], shard))
+
     def model_flops(self, batch: dict[str, Any]) -> float:
         """Returns the FLOPs of one update on a batch: 6 per weight and use of it."""
         first, second = self.widths

@@ -97,6 +97,18 @@ class Config(ImageClassifier):
         x_BC, _ = model.features(image_BHWC, shard, train=False)
         return model.head_logits(x_BC, shard)
 
+    def predict(
+        self,
+        params: Params,
+        batch: dict[str, jax.Array],
+        shard: Sharder,
+        *,
+        variables: Params,
+    ) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
+        logits_BK = self.logits(params, batch["image"], shard, variables=variables)
+        return self.likeliest(logits_BK)
+
     def model_flops(self, batch: dict[str, Any]) -> float:
         """Returns the FLOPs of one update on a batch: 6 per weight and use of it."""
         first, last = self.widths[0], self.widths[-1]

@@ -119,6 +119,12 @@ class Config(ImageClassifier):
         model = nnx_pure.bind(self.make, params)
         return model.head_logits(model.hidden(image_BHWC, shard), shard)
 
+    def predict(
+        self, params: Params, batch: dict[str, jax.Array], shard: Sharder
+    ) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
+        return self.likeliest(self.logits(params, batch["image"], shard))
+
     def stack(self):
         """Returns the model as a meshloom.sharding.pipeline.Stack."""
         return VisionStack(self)

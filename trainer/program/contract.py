@@ -15,6 +15,10 @@ and `update_variables(variables, sums)`, and its loss returns a fourth value, a 
 sums over the batch. They are accumulated over microbatches like all sums, and the step
 calls `update_variables` with them once, so the variables do not depend on how the batch
 was split.
+
+A model may have a method `predict(params, batch, shard)`, which `meshloom predict`
+calls, with the keyword argument `variables` if it names it. It returns a dict of arrays
+[B, ...], such as a class and its probability.
 """
 
 import inspect
@@ -26,6 +30,7 @@ import jax.numpy as jnp
 from ...sharding import Sharder
 from ...sharding.logical_axes import is_named, path_name
 
+PREDICT = "predict(params, batch, shard)"
 SIGNATURE = "loss(params, batch, shard, *, variables, key, train)"
 EXTRAS = ("variables", "key", "train")
 METHODS = ("init", "axes", "batch_axes", "check_batch", "loss")
@@ -151,6 +156,34 @@ def call(
         lambda x: jnp.asarray(x, jnp.float32), result[3] if count == 4 else {}
     )
     return {"loss": total, "weight": weight, **others}, statistics
+
+
+def check_predicts(model: Any) -> None:
+    if not hasattr(model, "predict"):
+        raise ValueError(
+            f"model {type(model).__name__} makes no predictions: it has no method "
+            f"{PREDICT}, which returns {{name: array [B, ...]}} for a batch of B rows. "
+            "Add one (docs/predict.md)."
+        )
+
+
+def predict(
+    model: Any, params: Any, batch: dict[str, jax.Array], shard: Sharder, variables: Any
+) -> dict[str, jax.Array]:
+    """Returns the predictions of a batch: arrays with a row for each of its rows."""
+    names = inspect.signature(model.predict).parameters
+    options = {"variables": variables} if "variables" in names else {}
+    found = model.predict(params, batch, shard, **options)
+    num_rows = next(iter(batch.values())).shape[0]
+    is_valid = isinstance(found, dict) and all(
+        jnp.ndim(x) > 0 and jnp.shape(x)[0] == num_rows for x in found.values()
+    )
+    if not found or not is_valid:
+        raise ValueError(
+            f"{type(model).__name__}.predict returned {_describe(found)} for a batch "
+            f"of {num_rows} rows; expected {{name: array [{num_rows}, ...]}}"
+        )
+    return found
 
 
 def update_variables(model: Any, variables: Any, statistics: Any) -> Any:

@@ -8,6 +8,7 @@ from . import sections
 from .data import RunFiles, read_run
 from .layout import sharding
 from .learners import learners
+from .mistakes import mistakes
 from .page import page
 from .pipeline import pipeline
 from .plan import forecast
@@ -32,6 +33,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
         header(content),
         sections.curves(content),
         learners(content.learners),
+        mistakes(content),
         sections.sample(content),
         sharding(content),
         pipeline(content),
