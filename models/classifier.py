@@ -91,11 +91,8 @@ class ImageClassifier:
 
     def likeliest(self, logits_BK: jax.Array) -> dict[str, jax.Array]:
         """Returns the likeliest class of each image and its probability."""
-        p_BK = jax.nn.softmax(logits_BK.astype(jnp.float32))
-        return {
-            "class": jnp.argmax(logits_BK, axis=-1),
-            "probability": jnp.max(p_BK, axis=-1),
-        }
+        probability_B = jnp.max(jax.nn.softmax(logits_BK), axis=-1)
+        return {"class": jnp.argmax(logits_BK, axis=-1), "probability": probability_B}
 
     def num_params(self) -> int:
         shapes = jax.eval_shape(lambda: self.init(jax.random.key(0)))

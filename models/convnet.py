@@ -60,6 +60,7 @@ class Config(ImageClassifier):
     def predict(
         self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
         return self.likeliest(self.logits(params, batch["image"], shard))
 
     def model_flops(self, batch: dict[str, Any]) -> float:

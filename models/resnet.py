@@ -105,6 +105,7 @@ class Config(ImageClassifier):
         *,
         variables: Params,
     ) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
         logits_BK = self.logits(params, batch["image"], shard, variables=variables)
         return self.likeliest(logits_BK)
 

@@ -120,8 +120,9 @@ class Config(ImageClassifier):
         return model.head_logits(model.hidden(image_BHWC, shard), shard)
 
     def predict(
-        self, params: Params, batch: Batch, shard: Sharder
+        self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> dict[str, jax.Array]:
+        """Returns the likeliest class of each image and its probability."""
         return self.likeliest(self.logits(params, batch["image"], shard))
 
     def stack(self):

@@ -4,15 +4,17 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import short_runs
 
 from meshloom.models import vit
 from meshloom.models.attention import attend
-from meshloom.sharding import Sharder
+from meshloom.sharding import MeshSpec, Sharder
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.plan import scenario
+from meshloom.trainer.plan.memory import state_parts
 from meshloom.trainer.program import hardware
 from meshloom.trainer.program.schedules import Constant
 from meshloom.trainer.run import train
@@ -167,6 +169,33 @@ def test_a_forecast_counts_all_products():
     patches = 2 * rows * 16 * 4 * 64  # outside of blocks and head
     flops = 3 * (forward + case.costs.head.flops + patches)
     assert flops == model.model_flops({"inputs": np.zeros((rows, 16))})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Averaged(vit.Config):
+    """With running averages that nothing updates."""
+
+    def init_variables(self, key):
+        return {"mean": jnp.zeros(64), "hidden": jnp.zeros((4, 128))}
+
+    def variable_axes(self):
+        return {"mean": ("embed",), "hidden": ("layer", "mlp")}
+
+
+def test_a_forecast_counts_variables():
+    shipped = config()
+    fields = {
+        f.name: getattr(shipped.model, f.name) for f in dataclasses.fields(vit.Config)
+    }
+    mesh = MeshSpec.parse("fsdp=4,tensor=2")
+    parts = {}
+    for model in (shipped.model, Averaged(**fields)):
+        changed = dataclasses.replace(shipped, model=model, mesh=mesh)
+        case = scenario.make_case(changed, hardware.parse_target("h100-1x8"))
+        parts[type(model)] = {part.name: part.bytes for part in state_parts(case)}
+    more = {"variables": 4 * (64 // 4 + 4 * 128 // 2)}
+    assert parts[Averaged] == parts[vit.Config] | more
+    assert "variables" not in parts[vit.Config]
 
 
 def test_parameters_are_counted():

@@ -14,7 +14,7 @@ from .sharded import FLOAT32
 if TYPE_CHECKING:
     from .memory import Part
 
-Tree = Literal["params", "opt_state", "gradients", "compute"]
+Tree = Literal["params", "opt_state", "variables", "gradients", "compute"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,9 +92,11 @@ def memory(case: Case) -> Memory:
 
 def state_parts(case: Case) -> tuple[Part, ...]:
     """Returns what stays from step to step, whatever remat and microbatches are."""
+    variables = part(case, "variables", "not trained", Weights("variables"))
     return (
         part(case, "parameters", "", Weights("params")),
         part(case, "optimizer state", "", Weights("opt_state")),
+        *((variables,) if variables.bytes else ()),
         Part("batch", _batch_bytes(case)),
     )
 

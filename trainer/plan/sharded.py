@@ -48,7 +48,8 @@ class Sharded:
     """Arrays of any kind under one set of rules on one mesh.
 
     Attributes:
-      trees: those of the state, each as sharded: params, opt_state, gradients, compute.
+      trees: those of the state, each as sharded: params, opt_state, variables,
+        gradients, compute.
       weights: the parameters by their paths.
     """
 
@@ -63,6 +64,7 @@ class Sharded:
         trees: dict[str, tuple[Any, Any, Role]] = {
             "params": (state.params, axes.params, "param"),
             "opt_state": (state.opt_state, axes.opt_state, "optimizer"),
+            "variables": (state.variables, axes.variables, "param"),
             "gradients": (state.params, axes.params, "optimizer"),
             "compute": (state.params, axes.params, "compute"),
         }

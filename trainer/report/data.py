@@ -43,6 +43,7 @@ class RunFiles:
     pipeline: dict[str, Any] | None
     forecast: dict[str, Any] | None
     sample: str | None
+    mistakes: dict[str, Any] | None = None
     stopped: str | None = None  # why the run ended before its last step
     learners: tuple[LearnerFiles, ...] = ()
     is_final: bool = False
@@ -121,6 +122,7 @@ def read_run(folder: Path) -> RunFiles:
         pipeline=_read_pipeline(folder / "pipeline.json"),
         forecast=_read_forecast(folder / "forecast.json"),
         sample=_read_text(folder / "sample.txt"),
+        mistakes=_read_mistakes(folder / "mistakes.json"),
         stopped=_stopped(folder),
         learners=learners,
         is_final=(folder / "final.json").is_file(),
@@ -194,6 +196,16 @@ def _read_forecast(path: Path) -> dict[str, Any] | None:
     wanted = {"start", "reason"}
     if content is not None and "reason" not in content:
         wanted = {"start", "plan", "seconds"}
+    if content is not None and (missing := wanted - content.keys()):
+        raise ValueError(
+            f"{path}: missing {', '.join(sorted(missing))}; restore or remove the file"
+        )
+    return content
+
+
+def _read_mistakes(path: Path) -> dict[str, Any] | None:
+    content = _read_json(path)
+    wanted = {"split", "step", "examples", "mistakes", "worst"}
     if content is not None and (missing := wanted - content.keys()):
         raise ValueError(
             f"{path}: missing {', '.join(sorted(missing))}; restore or remove the file"

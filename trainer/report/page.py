@@ -104,6 +104,18 @@ background:var(--card);border:1px solid var(--rule);border-radius:7px;
 padding:.35rem .7rem;width:min(20rem,100%)}
 .config:has(.changed-switch:checked) tbody tr:not(.changed){display:none}
 tr[hidden]{display:none!important}
+.confusion{width:auto}
+.confusion caption{text-align:left;padding:.5rem .9rem;color:var(--soft)}
+.confusion th,.confusion td{text-align:right;padding:.3rem .6rem;overflow-wrap:normal}
+.confusion td{--hue:var(--main);background:color-mix(in srgb,var(--hue)
+calc(var(--share)*45%),transparent)}
+.confusion td.wrong{--hue:var(--bad);background:color-mix(in srgb,var(--hue)
+min(calc(var(--share)*400%),60%),transparent)}
+.frame:has(.confusion){overflow-x:auto}
+.mistakes{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fill,minmax(7rem,1fr))}
+.mistakes figure{margin:0}
+.mistakes img{width:100%;image-rendering:pixelated;border-radius:6px}
+.mistakes figcaption{color:var(--soft);font-size:.78rem}
 .schedule{overflow-x:auto;margin:1.2rem 0}
 .schedule svg{display:block;max-width:max(100%,46rem);height:auto}
 .schedule pre{white-space:pre}

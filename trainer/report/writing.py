@@ -8,6 +8,7 @@ from . import sections
 from .data import RunFiles, read_run
 from .layout import sharding
 from .learners import learners
+from .mistakes import mistakes
 from .page import page
 from .pipeline import pipeline
 from .plan import forecast
@@ -34,6 +35,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
         sections.curves(content),
         learners(content.learners),
         timeline(content.timeline),
+        mistakes(content),
         sections.sample(content),
         sharding(content),
         pipeline(content),

@@ -1,4 +1,4 @@
-"""The end of a run: a sample, and what its observer adds.
+"""The end of a run: a sample, a classifier's mistakes, and what its observer adds.
 
 Everything is saved by then, so nothing here fails the run: an error becomes a warning
 on the terminal and in the ledger.
@@ -14,7 +14,7 @@ from ..program.state import State
 from ..record import storage
 from ..record.ledger import Ledger
 from ..record.run_folder import RunFolder
-from . import sampling
+from . import mistakes, sampling
 from .prepare import Prepared
 from .run import Run
 
@@ -43,6 +43,8 @@ def finish(run: Run, state: State, observer: Observer | None) -> None:
     prepared, folder, console = run.prepared, run.folder, run.console
     with _warn_on_error("generate the sample", run.ledger, console):
         _sample(prepared, folder, state, console)
+    with _warn_on_error("compare predictions with labels", run.ledger, console):
+        _mistakes(prepared, folder, state)
     saved = storage.checkpoints_of(folder.path, prepared.config.checkpoint_folder)
     console.print(f"Checkpoints: {saved}")
     for description, task in observer.on_end(prepared, folder) if observer else ():
@@ -82,3 +84,9 @@ def _sample(
     console.rule("sample")
     console.print(text, markup=False)
     console.rule()
+
+
+def _mistakes(prepared: Prepared, folder: RunFolder, state: State) -> None:
+    found = mistakes.compare(prepared, state)
+    if found is not None:
+        folder.write_json(mistakes.FILE, found)
