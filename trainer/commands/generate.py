@@ -1,6 +1,7 @@
 """The command `meshloom generate`: continues a text with a trained model."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from .devices import use_compilation_cache
@@ -38,7 +39,7 @@ def _generate(args: argparse.Namespace) -> None:
     from ..checkpoint import manager
     from ..config import files as config_files
     from ..program.computation import layout_of
-    from ..record import published, run_folder
+    from ..record import run_folder
     from ..run import sampling
     from ..run.train import Config
 
@@ -53,9 +54,7 @@ def _generate(args: argparse.Namespace) -> None:
             f"{run_folder.CONFIG_GIN} and a checkpoint. Give the folder of a run that "
             "has saved one."
         )
-    newest = published.read(folder.path)
-    default = steps[-1] if newest is None else newest.step
-    step = default if args.step is None else args.step
+    step = _published(folder.path, steps) if args.step is None else args.step
     if step not in steps:
         raise ValueError(
             f"{folder.path} has no checkpoint of step {step}; it has "
@@ -80,3 +79,18 @@ def _generate(args: argparse.Namespace) -> None:
             seed=args.seed,
         )
     )
+
+
+def _published(folder: Path, steps: list[int]) -> int:
+    """Returns the step of the published weights; the newest if there are none."""
+    from ..record import published
+
+    newest = published.read(folder)
+    if newest is None or newest.step in steps:
+        return steps[-1] if newest is None else newest.step
+    print(
+        f"note: {folder / published.FILE} names step {newest.step}, which is gone; "
+        f"using step {steps[-1]}",
+        file=sys.stderr,
+    )
+    return steps[-1]
