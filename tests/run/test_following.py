@@ -13,6 +13,7 @@ from rich.console import Console
 
 from meshloom.sharding import MeshSpec
 from meshloom.trainer.checkpoint.manager import committed_steps
+from meshloom.trainer.commands import generate
 from meshloom.trainer.job.preemption import Preempted
 from meshloom.trainer.record import ledger, ledger_audit, published
 from meshloom.trainer.record.published import Published
@@ -56,7 +57,7 @@ def test_new_files_follow_and_every_sample_is_counted(followed):
     found = ledger_audit.audit(root / "run")
     assert found.faults == [] and len(found.history) == ends[2] // 16
     assert "each sample contributed to exactly one update of its epoch" in str(found)
-    assert "waiting for new data" in output and "1 new files with" in output
+    assert "waiting for new data" in output and "1 new file with" in output
     assert "no new data for 1.5 s" in output
 
 
@@ -88,7 +89,7 @@ def test_seconds_to_the_first_update_and_to_published_weights_are_recorded(follo
         assert update["step"] == part["part"][0] // 16 + 1
         assert 0 < update["seconds"] < weights["seconds"] < 120
         assert weights["step"] >= update["step"]
-    assert "first update with 1 new files" in output
+    assert "first update with 1 new file, " in output
     newest = published.read(root / "run")
     assert newest and newest.step == committed_steps(root / "run" / "checkpoints")[-1]
     assert (root / "run" / newest.checkpoint).is_dir()
@@ -122,6 +123,9 @@ def test_a_run_may_be_continued_with_files_that_were_added_after_it(tmp_path):
     run(config(data, follow=False, follow_seconds=0.0, num_steps=steps), folder)
     found = ledger_audit.audit(folder)
     assert found.faults == [] and len(found.history) == steps
+    write(data, "b.npz", 60)
+    with pytest.raises(ValueError, match="grown by 1 file, added: b.npz. Pass"):
+        run(config(data, follow=False, follow_seconds=0.0), folder)
     (data / "m.npz").rename(tmp_path / "gone.npz")
     with pytest.raises(ValueError, match="'m.npz', which this run has been trained on"):
         run(config(data), folder)
@@ -239,6 +243,15 @@ def test_published_weights_follow_the_commits(tmp_path):
     (tmp_path / published.FILE).write_text("{")
     with pytest.raises(ValueError, match="does not name a checkpoint"):
         published.read(tmp_path)
+
+
+def test_generate_uses_published_weights_and_says_if_they_are_gone(tmp_path, capsys):
+    assert generate._published(tmp_path, [3, 6]) == 6
+    published.write(tmp_path, Published(3, "checkpoints/3", 1.0))
+    assert generate._published(tmp_path, [3, 6]) == 3
+    assert capsys.readouterr().err == ""
+    assert generate._published(tmp_path, [6, 9]) == 9
+    assert "names step 3, which is gone; using step 9" in capsys.readouterr().err
 
 
 def test_a_file_that_is_still_written_is_not_taken_up(tmp_path, monkeypatch):

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...sharding.text import counted
 from ..data import Dataset, Source
 from ..data.documents import Document, Split
 from ..data.growth import GrowingSource, Part, growing
+from ..data.split_files import some
 from ..job.group import Report
 from ..job.preemption import Preempted
 from ..job.watchdog import ALLOW_SECONDS
@@ -81,7 +83,22 @@ def source_of(config: "Config", folder: Path) -> Source:
     if not config.follow and "parts" not in document:
         return config.data
     known = {name: list(x["files"]) for name, x in document.get("splits", {}).items()}
-    return Followed(growing(config.data), known)
+    source = growing(config.data)
+    if not config.follow:
+        _check_nothing_added(source, folder, known["train"])
+    return Followed(source, known)
+
+
+def _check_nothing_added(
+    source: GrowingSource, folder: Path, known: Sequence[str]
+) -> None:
+    names = {each.name for each in source.documents("train")} - set(known)
+    if names:
+        count = counted(len(names), "file")
+        raise ValueError(
+            f"the data of run folder {folder} has grown by {count}, added: "
+            f"{some(sorted(names))}. Pass --follow to train on them, or remove them."
+        )
 
 
 def parts_of(config: "Config", folder: Path, data: Dataset) -> list[dict[str, Any]]:
@@ -127,9 +144,9 @@ def wait(run: "Run", position: "Position") -> "Run | None":
     config, watch = run.prepared.config, _Watch(run)
     if position.step >= config.num_steps:
         return None
-    run.console.print(
-        f"step {position.step}  waiting for new data in {config.data.path}"  # type: ignore
-    )
+    path = config.data.path  # type: ignore
+    line = f"step {position.step}  waiting for new data in {path}"
+    run.console.print(line, markup=False)
     began, rounds = time.monotonic(), 0
     while True:
         run.watchdog.beat(allow=ALLOW_SECONDS)
@@ -256,8 +273,8 @@ def _take_up(run: "Run", position: "Position", sizes: dict[str, int]) -> "Run":
     came = min(os.stat(path).st_ctime for path in new.values())
     run.publisher.arrived(Arrival(len(new), came, first_step))
     run.console.print(
-        f"step {position.step}  {len(new)} new files with {len(part):,} examples: "
-        f"{', '.join(list(new)[:4])}{' ...' * (len(new) > 4)}",
+        f"step {position.step}  {counted(len(new), 'new file')} with {len(part):,} "
+        f"examples: {some(list(new))}",
         markup=False,
     )
     grown = dataclasses.replace(

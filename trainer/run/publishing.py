@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ...sharding.text import counted
 from ..job.group import Group
 from ..program.state import State
 from ..record import published
@@ -95,8 +96,8 @@ class Publisher:
         self._ledger.event(kind, step=step, files=arrival.files, seconds=seconds)
         what = {"first_update": "first update with", "published": "published with"}
         self._log(
-            f"step {step}  {what[kind]} {arrival.files} new files, {seconds:.2f} s "
-            "after the first came"
+            f"step {step}  {what[kind]} {counted(arrival.files, 'new file')}, "
+            f"{seconds:.2f} s after the first came"
         )
 
 

@@ -1,6 +1,7 @@
 """The trained model of a run folder, for commands that use it on other data."""
 
 import math
+import sys
 from pathlib import Path
 
 import jax
@@ -43,15 +44,26 @@ def find(run: Path, step: str = NEWEST) -> Stored:
             f"--step {step!r}: expected {NEWEST}, {BEST} or the number of a saved "
             f"step; {folder.path} has {', '.join(map(str, steps))}"
         )
-    newest = published.read(folder.path)  # of a run that publishes while it goes on
-    default = steps[-1] if newest is None else newest.step
-    number = default if step == NEWEST else int(step)
+    number = _newest(folder.path, steps) if step == NEWEST else int(step)
     if number not in steps:
         raise ValueError(
             f"{folder.path} has no checkpoint of step {number}; it has "
             f"{', '.join(map(str, steps))}. Pass one of these as --step, or omit it."
         )
     return Stored(folder.checkpoints, number)
+
+
+def _newest(folder: Path, steps: list[int]) -> int:
+    """Returns the step of the published weights; the newest if there are none."""
+    newest = published.read(folder)
+    if newest is None or newest.step in steps:
+        return steps[-1] if newest is None else newest.step
+    print(
+        f"note: {folder / published.FILE} names step {newest.step}, which is gone; "
+        f"using step {steps[-1]}",
+        file=sys.stderr,
+    )
+    return steps[-1]
 
 
 def _best(folder: RunFolder, steps: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Ledgers of runs that follow a folder: the same on any number of processes."""
+"""Ledgers of growing data and of mixtures: the same on any number of processes."""
 
 import signal
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import growing_folder
 import jobs
+import mixed_run
 import pytest
 from growing_folder import history
 from paths import SUPPORT
@@ -70,3 +71,37 @@ def test_the_same_ledger_on_several_processes(processes, expected, tmp_path):
         assert process.status == 0, process.stdout + process.stderr
     assert history(tmp_path / "run") == expected
     assert ledger_audit.audit(tmp_path / "run").faults == []
+
+
+def mixed_job(root: Path, processes: int, devices: int, *, kill_at: int = -1) -> list:
+    """Runs the command on a mixture in the folder `root` as a job."""
+    (root / "mixed.gin").write_text(mixed_run.write(root / "data"))
+    argv = [sys.executable, str(SUPPORT / "growing_folder.py"), "train"]
+    argv += ["--config", str(root / "mixed.gin"), "--workdir", str(root / "run")]
+    argv += ["--cpu-devices", str(devices), "--mesh", "data=2,fsdp=-1"]
+    env = {
+        "PYTHONPATH": str(SUPPORT),
+        "FOLLOWING_FOLDER": str(root / "data"),
+        "FOLLOWING_KILL": str(kill_at),
+    }
+    if processes == 1:
+        return jobs.run_processes([env], devices, argv, 240)
+    return jobs.run_job(processes, devices, argv, 240, env=env)
+
+
+@pytest.mark.slow
+def test_a_mixture_has_the_same_ledger_on_4_2_and_1_processes(tmp_path):
+    """4 processes die at step 5, 2 at step 11, where the weights have changed."""
+    mixed_run.write(tmp_path / "alone" / "data")
+    alone = tmp_path / "alone" / "run"
+    train.train(mixed_run.config(tmp_path / "alone" / "data"), workdir=alone)
+    for processes, kill_at in ((4, 5), (2, 11)):
+        for process in mixed_job(tmp_path, processes, 4 // processes, kill_at=kill_at):
+            killed = process.status == -signal.SIGKILL
+            assert killed, process.stdout + process.stderr
+    (last,) = mixed_job(tmp_path, 1, 4)
+    assert last.status == 0, last.stdout + last.stderr
+    assert "Resuming from step 9" in last.stdout
+    assert history(tmp_path / "run") == history(alone)
+    found = ledger_audit.audit(tmp_path / "run")
+    assert found.faults == [] and len(found.history) == 14
