@@ -9,7 +9,7 @@ compute everything again, in the order of the commits, and must find the same di
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,9 @@ def find_rounds(
     """Returns the rounds of each learner in the order in which it computed them.
 
     Most are in a commit. Those that were dropped count too, because they changed the
-    learner's own optimizer state; they are in its ledger.
+    learner's own optimizer state; they are in its ledger. Those that a learner forgot
+    do not: it came back with a state from before, and they are in no commit, perhaps
+    because the service fell back to a checkpoint.
     """
     bases: dict[Key, int] = {}
     leased: dict[Key, Sequence[Sequence[int]]] = {}  # ranges of blocks
@@ -163,7 +165,23 @@ def find_rounds(
         first, stop = policy.steps_before(number), policy.steps_before(number + 1)
         blocks, saved = from_ranges(leased[key]), start.get("optimizer_step")
         own.append(Round(key, bases[key], first, stop, blocks, saved))
-    return found
+    committed = {_key(part) for row in commits for part in row["contributions"]}
+    return {learner: _remembered(own, committed) for learner, own in found.items()}
+
+
+def _remembered(rounds: Sequence[Round], committed: Set[Key]) -> list[Round]:
+    """Returns the rounds of a learner that a commit or a later round depends on."""
+    found: list[Round] = []
+    used: tuple[int, int] | None = None  # an incarnation with such a later round
+    back: int | None = None  # the step of the state with which the learner came back
+    for round in reversed(rounds):
+        is_forgotten = round.key[:2] != used and round.key not in committed
+        if not is_forgotten or back is None or round.first < back:
+            found.append(round)
+            used = round.key[:2]
+        if round.optimizer_step is not None:
+            back = round.optimizer_step
+    return found[::-1]
 
 
 class Replayer:
