@@ -69,6 +69,10 @@ class Store:
     def initial_loss(self, case: Case) -> float:
         return self._rows[case.name]["initial_loss"]
 
+    def facts(self, case: Case) -> dict[str, Any]:
+        """Returns everything that was added of a case."""
+        return self._rows[case.name]
+
     def add(self, case: Case, result: Result, **facts: Any) -> None:
         row = {"case": case.to_json(), "result": result.to_json(), **facts}
         self._rows[case.name] = row

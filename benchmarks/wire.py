@@ -5,7 +5,8 @@
 A server in a process of its own, on loopback. Both sides alternate in one run. The bare
 stream sends as many chunks of the same size, made beforehand, and does nothing with
 them; ours addresses pieces, computes and compares CRC32C, and copies them to their
-places.
+places. Shared memory is what two processes of one host could do instead: each copies
+between its array and a file in memory, and computes CRC32C of every chunk.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 
+import google_crc32c
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -33,10 +36,22 @@ def serve() -> None:
     """Runs a server with two more streams, until its input is closed."""
     blocks = BlockServer()
     chunks: list[bytes] = []
+    held: dict[int, np.ndarray] = {}
 
     def prepare(message):
         chunks.extend(bytes(CHUNK) for _ in range(message["num"]))
         return {}
+
+    def take(message):
+        shared = np.memmap(message["path"], np.uint8)
+        return {"crc": copied(shared, own(shared.size))}
+
+    def give(message):
+        shared = np.memmap(message["path"], np.uint8)
+        return {"crc": copied(own(shared.size), shared)}
+
+    def own(size):
+        return held.setdefault(size, np.zeros(size, np.uint8))
 
     def swallow(messages):
         return {"bytes": sum(map(len, messages))}
@@ -45,11 +60,21 @@ def serve() -> None:
         return iter(chunks)
 
     bare = {"Swallow": Upload(swallow), "Pour": Download(pour)}
-    methods = {**blocks.methods, "Prepare": prepare}
+    methods = {**blocks.methods, "Prepare": prepare, "Take": take, "Give": give}
     server = Server("127.0.0.1:0", methods, {**blocks.streams, **bare})
     print(server.port, flush=True)
     sys.stdin.read()
     server.close(0)
+
+
+def copied(source: np.ndarray, target: np.ndarray) -> int:
+    """Copies bytes chunk by chunk; returns their CRC32C."""
+    crc = 0
+    for first in range(0, source.size, CHUNK):
+        chunk = source[first : first + CHUNK]
+        crc = google_crc32c.extend(crc, chunk)
+        np.copyto(target[first : first + CHUNK], chunk)
+    return crc
 
 
 def measure(channel: Channel, layout: Layout, args: argparse.Namespace) -> dict:
@@ -84,11 +109,25 @@ def measure(channel: Channel, layout: Layout, args: argparse.Namespace) -> dict:
         total = sum(map(len, channel.download("Pour", {})))
         assert total == array.nbytes
 
+    file = tempfile.NamedTemporaryFile(dir="/dev/shm")
+    file.truncate(array.nbytes)
+    shared, back = np.memmap(file.name, np.uint8), np.empty(array.nbytes, np.uint8)
+
+    def shared_push(n: int) -> None:
+        crc = copied(flat, shared)
+        assert channel.call("Take", {"path": file.name}) == {"crc": crc}
+
+    def shared_pull(n: int) -> None:
+        answer = channel.call("Give", {"path": file.name})
+        assert answer == {"crc": copied(shared, back)}
+
     movers: dict[str, Callable[[int], None]] = {
         "push": push,
         "bare push": bare_push,
         "pull": pull,
         "bare pull": bare_pull,
+        "shared push": shared_push,
+        "shared pull": shared_pull,
     }
     seconds: dict[str, list[float]] = {name: [] for name in movers}
     for n in range(args.rounds + 1):  # the first is a warm-up
@@ -114,12 +153,14 @@ def summary(seconds: dict[str, list[float]], nbytes: int) -> dict:
         for name, s in seconds.items()
     }
     for name, one, other in (
-        ("push", seconds["push"], seconds["bare push"]),
-        ("pull", seconds["pull"], seconds["bare pull"]),
-        ("both", ours, bare),
+        ("push_over_bare", seconds["push"], seconds["bare push"]),
+        ("pull_over_bare", seconds["pull"], seconds["bare pull"]),
+        ("both_over_bare", ours, bare),
+        ("push_over_shared", seconds["push"], seconds["shared push"]),
+        ("pull_over_shared", seconds["pull"], seconds["shared pull"]),
     ):
         ratios = [b / a for a, b in zip(one, other, strict=True)]
-        found[f"{name}_over_bare"] = round(statistics.median(ratios), 3)
+        found[name] = round(statistics.median(ratios), 3)
     return {"bytes": nbytes, "chunk": CHUNK, "rounds": len(ours), **found}
 
 
@@ -147,10 +188,12 @@ def main() -> None:
         channel.close()
         child.communicate()
     found = summary(seconds, leaf.nbytes)
-    table = Table("GB/s", "ours", "bare gRPC", "ratio (median of pairs)")
+    # Ratios are medians of the pairs of a round.
+    table = Table("GB/s", "ours", "bare gRPC", "ratio", "shared memory", "ratio")
     for name in ("push", "pull"):
-        speeds = f"{found[f'{name}_gb_s']}", f"{found[f'bare_{name}_gb_s']}"
-        table.add_row(name, *speeds, f"{found[f'{name}_over_bare']}")
+        row = f"{name}_gb_s", f"bare_{name}_gb_s", f"{name}_over_bare"
+        row += f"shared_{name}_gb_s", f"{name}_over_shared"
+        table.add_row(name, *(f"{found[key]}" for key in row))
     table.add_row("push + pull", "", "", f"{found['both_over_bare']}")
     Console(stderr=True).print(table)
     print(json.dumps({"wire": found}))

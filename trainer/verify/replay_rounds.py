@@ -1,7 +1,7 @@
 """The rounds that learners have computed in a training, as its files tell them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,12 @@ def find_rounds(
     """Returns the rounds of each learner in the order in which it computed them.
 
     Most are in a commit. Those that were dropped count too, because they changed the
-    learner's own optimizer state; they are in its ledger. Those that a restart of the
-    service took back do not: the learner joined again before them, with the state of a
-    checkpoint from before them.
+    learner's own optimizer state; they are in its ledger. Those that a learner forgot
+    do not: it came back with a state from before, and they are in no commit, perhaps
+    because the service fell back to a checkpoint.
     """
     bases: dict[Key, int] = {}
     leased: dict[Key, Sequence[Sequence[int]]] = {}  # ranges of blocks
-    recorded: dict[Key, Mapping[str, Any]] = {}
     joined: dict[tuple[int, int], Mapping[str, Any]] = {}
     for commit in commits:
         for part in commit["contributions"]:
@@ -61,10 +60,8 @@ def find_rounds(
             if row["event"] == "joined":
                 joined[row["learner"], row["incarnation"]] = row
             elif row["event"] == "round":
-                recorded[row["learner"], row["incarnation"], row["round"]] = row
-    for key, row in recorded.items():
-        if key in bases or not _was_taken_back(key, joined):
-            bases[key], leased[key] = row["base"], row["blocks"]
+                key = row["learner"], row["incarnation"], row["round"]
+                bases[key], leased[key] = row["base"], row["blocks"]
     found: dict[int, list[Round]] = {}
     for key in sorted(bases):
         learner, incarnation, number = key
@@ -74,15 +71,21 @@ def find_rounds(
         first, stop = policy.steps_before(number), policy.steps_before(number + 1)
         blocks, saved = from_ranges(leased[key]), start.get("optimizer_step")
         own.append(Round(key, bases[key], first, stop, blocks, saved))
-    return found
+    committed = {key_of(part) for row in commits for part in row["contributions"]}
+    return {learner: _remembered(own, committed) for learner, own in found.items()}
 
 
-def _was_taken_back(
-    key: Key, joined: Mapping[tuple[int, int], Mapping[str, Any]]
-) -> bool:
-    """Returns whether a later incarnation of the learner has begun before a round."""
-    learner, incarnation, number = key
-    return any(
-        who == learner and later > incarnation and row["round"] <= number
-        for (who, later), row in joined.items()
-    )
+def _remembered(rounds: Sequence[Round], committed: Set[Key]) -> list[Round]:
+    """Returns the rounds of a learner that a commit or a later round depends on."""
+    found: list[Round] = []
+    used: tuple[int, int] | None = None  # an incarnation with such a later round
+    back: int | None = None  # the step of the state with which the learner came back
+    for round in reversed(rounds):
+        is_forgotten = round.key[:2] != used and round.key not in committed
+        if is_forgotten and back is not None and round.first >= back:
+            continue
+        found.append(round)
+        used = round.key[:2]
+        if round.optimizer_step is not None:
+            back = round.optimizer_step
+    return found[::-1]
