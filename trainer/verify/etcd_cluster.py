@@ -106,7 +106,7 @@ class Cluster:
         ]
         with open(self._folder / f"etcd-{index}.log", "ab") as log:
             return subprocess.Popen(
-                argv, stdout=log, stderr=log, start_new_session=True, env=os.environ
+                argv, stdout=log, stderr=log, start_new_session=True
             )
 
     def _await(self, index: int) -> None:
