@@ -153,9 +153,8 @@ def test_a_training_that_does_not_come_back_has_not_recovered(fleet):
     write(fleet, *before, (4, later, {0: 1, 1: 1}), (5, later, {0: 1}))
     with pytest.raises(Failed, match="no recovery of learner 1"):
         fleet.recover(mark)
-    write(fleet, *before, (4, later, {0: 1}), (5, later, {0: 1, 1: 2}))
-    seconds, _ = fleet.recover(mark)
-    assert seconds == pytest.approx(2)
+    write(fleet, *before, (4, later, {0: 1}), (5, later + 1, {0: 1, 1: 2}))
+    assert fleet.recover(mark) == pytest.approx((2, 3))
 
 
 def test_faults_end_before_the_training_does(fleet):
@@ -223,7 +222,7 @@ def test_faults_go_on_in_the_next_training(monkeypatch, tmp_path):
     assert lines[1].split() == ["server", "server", "0", "NO", "0"]
 
 
-def test_the_numbers_of_a_soak():
+def test_the_numbers_of_a_soak(tmp_path):
     results = [Result("server", 0, "server 1", s / 2, s) for s in (2.0, 4.0, 9.0)]
     good = Training(0, results, commits=60, taken_back=3, rounds=120, samples=960)
     good.seconds, good.clear_seconds, good.clear_rounds = 60.0, 10.0, 40
@@ -237,6 +236,9 @@ def test_the_numbers_of_a_soak():
     found = fleet_soak.summary([good, bad], 4)
     assert (found["recovered"], found["passed"]) == (3, 1)
     assert fleet_soak.describe(found).endswith("soak: FAILED\n  FAILED: audit")
+    fleet_drill.write(tmp_path / "soak.json", [good, bad], found)
+    written = json.loads((tmp_path / "soak.json").read_text())
+    assert written["summary"]["recovered"] == 3 and len(written["trainings"]) == 2
 
 
 def test_a_soak_chooses_by_its_seed():

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         """Writes what there is so far: you may stop a long drill."""
         if args.soak:
             found = fleet_soak.summary(trainings, args.soak)
-            fleet_drill.write(workdir / "soak.json", trainings, **found)
+            fleet_drill.write(workdir / "soak.json", trainings, found)
         else:
             fleet_drill.write(workdir / "drill.json", trainings)
 

@@ -12,8 +12,9 @@ import random
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...sharding.text import align
 from ..record import metrics
@@ -228,7 +229,10 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def write(path: Path, trainings: Sequence[Training], **more: object) -> None:
-    """Writes the trainings as JSON."""
+def write(
+    path: Path, trainings: Sequence[Training], summary: Mapping[str, Any] | None = None
+) -> None:
+    """Writes the trainings as JSON, and the summary of a soak."""
     rows = [dataclasses.asdict(training) for training in trainings]
-    path.write_text(json.dumps({**more, "trainings": rows}, indent=1) + "\n")
+    about = {} if summary is None else {"summary": dict(summary)}
+    path.write_text(json.dumps({**about, "trainings": rows}, indent=1) + "\n")

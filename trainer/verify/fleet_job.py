@@ -251,26 +251,26 @@ class Fleet:
           The seconds from the fault to the next commit, and to the first version that
           was not there before, with a contribution of each learner that was hit.
         """
-        new: list[dict[str, Any]] = []
 
-        def next_commit() -> bool:
-            new[:] = [row for row in self.commits() if row["time"] > mark.time]
-            return bool(new)
+        def new() -> list[dict[str, Any]]:
+            return [row for row in self.commits() if row["time"] > mark.time]
 
-        def is_back() -> bool:
-            next_commit()
-            back = {
-                part["learner"]
-                for row in new
-                for part in row["contributions"]
-                if part["incarnation"] > mark.hit.get(part["learner"], 0)
-            }
-            return new[-1]["version"] > mark.version and set(mark.hit) <= back
+        def back() -> float | None:
+            missing = set(mark.hit)
+            for row in new():
+                missing -= {
+                    part["learner"]
+                    for part in row["contributions"]
+                    if part["incarnation"] > mark.hit.get(part["learner"], 0)
+                }
+                if row["version"] > mark.version and not missing:
+                    return row["time"]
+            return None
 
-        self.wait(f"commit after the fault of {mark.target}", next_commit)
-        first = new[0]["time"]
-        self.wait(f"recovery of {mark.target}", is_back)
-        return first - mark.time, time.time() - mark.time
+        self.wait(f"commit after the fault of {mark.target}", new)
+        first = new()[0]["time"]
+        self.wait(f"recovery of {mark.target}", back)
+        return first - mark.time, (back() or time.time()) - mark.time
 
     def end(self) -> int:
         """Waits until the training has ended; returns its exit status."""
