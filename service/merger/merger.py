@@ -80,6 +80,11 @@ class Merger:
         except (KeyError, TypeError, ValueError) as error:
             raise Refused(f"job {message.get('job')!r}: policy: {error}") from error
         check_counts_all(str(message.get("job")), policy)
+        if message.get("tables"):
+            raise Refused(
+                f"job {message.get('job')!r} has tables, whose rows a merger does not "
+                "add up; let the learners use the service itself"
+            )
         # The rest is checked above, before anything is made of it.
         opened = self._above("OpenJob", message, CALL_SECONDS)
         name = message["job"]

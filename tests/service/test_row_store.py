@@ -85,7 +85,7 @@ def test_initial_values_are_the_same_on_every_machine_and_division():
     "name, width, make",
     [
         ("sgd", WIDTH, optax.sgd),
-        ("adagrad", 1, lambda rate: optax.adagrad(rate, eps=1e-10)),
+        ("adagrad", 1, lambda rate: optax.adagrad(rate, 0.0, 1e-10)),
     ],
 )
 def test_rows_are_updated_as_by_optax(name, width, make):
@@ -100,7 +100,8 @@ def test_rows_are_updated_as_by_optax(name, width, make):
         now, state = row_updates.updated(table, now, grads, state, 1.0)
         updates, opt_state = tx.update(grads, opt_state, expected)
         expected = optax.apply_updates(expected, updates)
-        np.testing.assert_allclose(now, expected, rtol=1e-5)
+        # Differences of numbers of about 1, in float32.
+        np.testing.assert_allclose(now, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_commit_is_the_mean_of_all_contributions_to_each_row():
@@ -116,8 +117,8 @@ def test_a_commit_is_the_mean_of_all_contributions_to_each_row():
     assert merged["sum_of_squares"] == pytest.approx(np.square(mean).sum(), rel=1e-5)
     store.apply(1, scale=0.8, share=0.5)
     grads = 0.8 * mean
-    accumulated = 0.1 + np.square(grads).mean(axis=1, keepdims=True)
-    expected = before - 0.25 * grads / np.sqrt(accumulated)
+    accumulated = np.square(grads).mean(axis=1, keepdims=True)
+    expected = before - 0.25 * grads / np.sqrt(accumulated + 1e-10)
     np.testing.assert_allclose(values(store, 1), expected, rtol=1e-5, atol=1e-7)
 
 

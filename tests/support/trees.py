@@ -206,16 +206,26 @@ def train(
 ) -> list[Learner]:
     """Trains all learners, each with the address that it is given."""
     learners = [Learner(service, i, a) for i, a in enumerate(addresses)]
+
+    def work(learner: Learner) -> Callable[[], None]:
+        return lambda: learner.run(lambda round: before_round(learner.index, round))
+
+    at_once([work(learner) for learner in learners])
+    return learners
+
+
+def at_once(work: Sequence[Callable[[], None]]) -> None:
+    """Does everything in a thread of its own, and waits for all."""
     errors: list[BaseException] = []
 
-    def run(learner: Learner) -> None:
+    def run(one: Callable[[], None]) -> None:
         try:
-            learner.run(lambda round: before_round(learner.index, round))
+            one()
         except BaseException as error:
             errors.append(error)
             raise
 
-    threads = [threading.Thread(target=run, args=(x,), daemon=True) for x in learners]
+    threads = [threading.Thread(target=run, args=(x,), daemon=True) for x in work]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + LIMIT
@@ -225,7 +235,6 @@ def train(
             assert not errors, errors
             thread.join(0.1)
     assert not errors, errors
-    return learners
 
 
 @contextlib.contextmanager
