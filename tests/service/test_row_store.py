@@ -122,6 +122,19 @@ def test_a_commit_is_the_mean_of_all_contributions_to_each_row():
     np.testing.assert_allclose(values(store, 1), expected, rtol=1e-5, atol=1e-7)
 
 
+def test_the_order_of_a_message_does_not_change_the_bits():
+    parts = [{**key(x, 1), "coefficient": 1.0} for x in range(LEARNERS)]
+    found = []
+    for order in (parts, parts[::-1]):
+        (store,) = dealt(1)
+        for learner in range(LEARNERS):
+            store.stage((learner, 1, 1), ALL, grads_of(learner, ROWS))
+        store.merge(1, order, 3.0)
+        store.apply(1, scale=1.0, share=1.0)
+        found.append(digest([store], 1))
+    assert found[0] == found[1]
+
+
 def test_rows_that_nobody_names_are_not_read_and_not_changed():
     (store,) = dealt(1)
     named = np.unique(np.concatenate([ids_of(10 + x) for x in range(LEARNERS)]))
