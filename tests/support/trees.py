@@ -101,9 +101,9 @@ class Service:
             say=lambda text: None,
         )
         self._stack.callback(center.close)
-        calls = Server("127.0.0.1:0", center.methods, {})
-        self._stack.callback(calls.close)
-        self.address = f"127.0.0.1:{calls.port}"
+        self._center, self._calls = center, Server("127.0.0.1:0", center.methods, {})
+        self._stack.callback(lambda: self._calls.close())
+        self.address = f"127.0.0.1:{self._calls.port}"
         for name, server, relay in zip("ab", servers, self.relays, strict=True):
             # What the coordinator asks for is not counted.
             center.register_server({"name": name, "address": relay.address})
@@ -116,6 +116,12 @@ class Service:
         merger = MergerProcess("127.0.0.1:0", above, version=VERSION, clock=clock)
         self._stack.callback(merger.close)
         return merger
+
+    def pause(self, seconds: float) -> None:
+        """Lets the coordinator answer nobody for a while."""
+        self._calls.close(0)
+        time.sleep(seconds)
+        self._calls = Server(self.address, self._center.methods, {})
 
     def moved(self) -> np.ndarray:
         """Returns the bytes sent to the servers, and received from them."""
