@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 
 from .layout import Layout
+from .tables import Table
 
 
 def owner(key: str, servers: Sequence[str]) -> str:
@@ -22,6 +23,12 @@ def owners(layout: Layout, job: str, servers: Sequence[str]) -> dict[int, str]:
     return {
         block.index: owner(f"{job}/{block.index}", servers) for block in layout.blocks
     }
+
+
+def table_owners(table: Table, job: str, servers: Sequence[str]) -> dict[int, str]:
+    """Returns {block index: server} of a table of a job."""
+    blocks = range(len(table.layout.blocks))
+    return {block: owner(table.key(job, block), servers) for block in blocks}
 
 
 def _score(key: str, server: str) -> bytes:

@@ -367,7 +367,8 @@ class Coordinator:
     def _group(self, spec: JobSpec) -> ServerGroup:
         servers = [registered.server for registered in self._servers.values()]
         log = self._log
-        return ServerGroup(spec.job, spec.layout, servers, log.term, log.check)
+        about = spec.job, spec.layout, servers, log.term, log.check
+        return ServerGroup(*about, spec.tables)
 
     def _on_failure(self, job: str, message: str, must_fix: bool) -> None:
         self._say(f"{job}: {message}", "failed", job=job)

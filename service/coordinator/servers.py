@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ..blocks import hashing
 from ..blocks.digest import add, digest_of
 from ..blocks.layout import Layout
+from ..blocks.tables import Table
 from ..wire.errors import Unavailable
 
 # A call that merges, updates or saves all blocks of a server. Beats tell much sooner
@@ -78,6 +79,7 @@ class ServerGroup:
         servers: Sequence[Server],
         term: int = 0,
         check: Callable[[], None] = lambda: None,
+        tables: Sequence[Table] = (),
     ):
         """Args:
         term: of this coordinator; servers refuse one that is lower than another's.
@@ -88,7 +90,12 @@ class ServerGroup:
         self._owners = hashing.owners(layout, job, [s.name for s in servers])
         # A small model may leave a server without a block: it has no part in the job,
         # and without it all others keep theirs.
+        names = [server.name for server in servers]
+        self._tables = {
+            x.name: (x, hashing.table_owners(x, job, names)) for x in tables
+        }
         busy = set(self._owners.values())
+        busy.update(*(owned.values() for _, owned in self._tables.values()))
         self._servers = sorted(
             (s for s in servers if s.name in busy), key=lambda server: server.name
         )
@@ -111,17 +118,21 @@ class ServerGroup:
 
     def create(self, spec: Mapping[str, Any]) -> None:
         """Gives every server its blocks of the job; does nothing where it has them."""
-        blocks = [
-            [block for block, owner in self._owners.items() if owner == name]
-            for name in self.names
-        ]
-        self._each("Create", [{"spec": spec, "blocks": part} for part in blocks])
+        messages = []
+        for name in self.names:
+            tables = {
+                t: _owned(owners, name) for t, (_, owners) in self._tables.items()
+            }
+            blocks = _owned(self._owners, name)
+            messages.append({"spec": spec, "blocks": blocks, "tables": tables})
+        self._each("Create", messages)
 
     def digests(self, version: int) -> dict[str, str]:
         """Returns the digest of every leaf, as the trainer computes it."""
         answers = self.all("Digest", {"version": version})
         found = {}
-        for leaf in self._layout.leaves:
+        tables = (table.layout.leaves[0] for table, _ in self._tables.values())
+        for leaf in (*self._layout.leaves, *tables):
             sums = (0, 0)
             for part in answers:
                 sums = add(sums, part["lanes"].get(leaf.path, (0, 0)))
@@ -143,3 +154,7 @@ class ServerGroup:
         # All are awaited before the first error is raised: no call is left behind.
         concurrent.futures.wait(futures)
         return [future.result() for future in futures]
+
+
+def _owned(owners: Mapping[int, str], name: str) -> list[int]:
+    return [block for block, owner in owners.items() if owner == name]

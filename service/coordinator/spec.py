@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..blocks.layout import Layout
+from ..blocks.tables import Table
 from ..rounds.plateau import StopRule
 from ..rounds.policy import Policy
 from ..wire.errors import Refused
@@ -35,6 +36,7 @@ class JobSpec:
     skip_grad_norm: float | None
     stop: StopRule | None
     message: dict[str, Any]
+    tables: tuple[Table, ...] = ()
 
 
 def parse_spec(message: Mapping[str, Any], version: str) -> JobSpec:
@@ -74,7 +76,9 @@ def parse_spec(message: Mapping[str, Any], version: str) -> JobSpec:
         max_grad_norm=message["max_grad_norm"],
         skip_grad_norm=message["skip_grad_norm"],
         stop=_stop(name, message),
-        message={field: message[field] for field in FIELDS},
+        message={field: message[field] for field in FIELDS}
+        | {"tables": message.get("tables", [])},
+        tables=_tables(name, message),
     )
 
 
@@ -89,7 +93,7 @@ def check_same(spec: JobSpec, other: JobSpec) -> None:
                 f"this learner, {ours.get(path, 'missing')} in the job. Use the same "
                 "model, or another job name."
             )
-    for field in FIELDS:
+    for field in (*FIELDS, "tables"):
         first, second = spec.message[field], other.message[field]
         if first != second:
             where, first, second = _first_difference(field, first, second)
@@ -132,6 +136,18 @@ def _layout(name: str, message: Mapping[str, Any]) -> Layout:
         return Layout.from_json(message["layout"])
     except ValueError as error:
         raise Refused(f"job {name!r}: {error}") from error
+
+
+def _tables(name: str, message: Mapping[str, Any]) -> tuple[Table, ...]:
+    try:
+        tables = tuple(map(Table.from_json, message.get("tables", ())))
+    except (TypeError, ValueError) as error:
+        raise Refused(f"job {name!r}: {error}") from error
+    names = [table.name for table in tables]
+    paths = [leaf[0] for leaf in message["layout"]["leaves"]]
+    if twice := [n for n in names if [*names, *paths].count(n) > 1]:
+        raise Refused(f"job {name!r}: two arrays have the name {twice[0]!r}")
+    return tables
 
 
 def _is_count(value: Any) -> bool:

@@ -5,6 +5,7 @@ to whoever answers then, and sends it again: a contribution that the coordinator
 already is not counted twice.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..wire.errors import Unavailable
 from .client import Client, in_all
 from .mover import Mover
 
+_LOG = logging.getLogger(__name__)
 # How often in a row: merger after merger may die, but not for ever.
 MAX_MOVES = 5
 Report = dict[str, Any]
@@ -40,6 +42,8 @@ class Attachment:
 
     def open(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Opens the job with whoever answers, and connects to its servers."""
+        if self._spec:
+            _LOG.warning("what was sent may be lost with its merger: sending it again")
         opened = in_all(
             self._group, "open", dict, lambda _: self._client.open(dict(spec))
         )

@@ -25,6 +25,7 @@ from .client import Client, in_all
 from .compression import Compressor
 from .merging import Merging, Parameters
 from .mover import Mover
+from .rows import Sent, TableRows
 from .shards import Arrays, Host, Piece
 
 # How often somebody who waits for others says that it is alive.
@@ -94,6 +95,7 @@ class Exchange:
         use it: rounds end in a thread.
       connect: makes the Mover, given the coordinator's answer about the servers.
       push, pull: how contributions are packed, and changes of the parameters.
+      tables: of the job; the first process of the group sends their rows.
       seed: for the random waits of `half-sync`.
       on_wait: called every few seconds while the caller waits for others.
 
@@ -112,13 +114,14 @@ class Exchange:
         connect: Callable[[Mapping[str, Any]], Mover],
         push: Codec = PLAIN,
         pull: Codec = PLAIN,
+        tables: TableRows | None = None,
         seed: int = 0,
         on_wait: Callable[[], None] = lambda: None,
     ):
         self._client, self._group = client, group
         self._parameters, self.policy = parameters, policy
         self._seed, self._on_wait = seed, on_wait
-        self._attached = Attachment(client, group, connect)
+        self._attached, self._tables = Attachment(client, group, connect), tables
         self._merging = Merging(parameters, layout, self._read, policy.mix)
         self._layout, self._compressor = layout, Compressor(push, layout)
         self._pulls_changes = not pull.is_plain
@@ -185,17 +188,19 @@ class Exchange:
         sums: Mapping[str, float],
         facts: Any,
         residual: Arrays | None = None,
+        rows: Mapping[str, Sent] | None = None,
     ) -> Arrays:
         """Starts to contribute gradients; `finish` waits for what follows.
 
         Args:
           residual: of what was sent before, see compression.py.
+          rows: of tables, by name: numbers of rows, ascending, and their gradients.
 
         Returns:
           The new residual.
         """
         arrays = self._parameters.of(grads)
-        return self._send(arrays, sums, facts, base=None, residual=residual)
+        return self._send(arrays, sums, facts, base=None, residual=residual, rows=rows)
 
     def send_change(
         self,
@@ -203,10 +208,11 @@ class Exchange:
         sums: Mapping[str, float],
         facts: Any,
         residual: Arrays | None = None,
+        rows: Mapping[str, Sent] | None = None,
     ) -> Arrays:
         """Starts to contribute the change of the parameters; see `send_gradients`."""
         arrays, base = self._parameters.of(params), self._merging.base
-        return self._send(arrays, sums, facts, base=base, residual=residual)
+        return self._send(arrays, sums, facts, base=base, residual=residual, rows=rows)
 
     @property
     def is_sending(self) -> bool:
@@ -234,12 +240,15 @@ class Exchange:
         *,
         base: Host | None,
         residual: Arrays | None,
+        rows: Mapping[str, Sent] | None,
     ) -> Arrays:
         assert self._pending is None
         sent, residual = self._compressor.contribution(
             arrays, self._fragment, base=base, residual=residual
         )
-        self._pending = self._thread.submit(self._round_trip, sent, sums, facts)
+        self._pending = self._thread.submit(
+            self._round_trip, sent, sums, facts, rows or {}
+        )
         return residual
 
     @property
@@ -250,7 +259,11 @@ class Exchange:
         return self.policy.fragment_of(self.turn.round)
 
     def _round_trip(
-        self, sent: Sequence[Piece], sums: Mapping[str, float], facts: Any
+        self,
+        sent: Sequence[Piece],
+        sums: Mapping[str, float],
+        facts: Any,
+        rows: Mapping[str, Sent],
     ) -> Outcome:
         """Pushes, contributes, waits for the next turn and fetches its version."""
         before, began, learner = self.turn, time.monotonic(), self._client.learner
@@ -271,6 +284,9 @@ class Exchange:
         def push() -> dict[str, Any]:
             with _rejoining():
                 count = self._push(sent, before.round)
+                if self._tables is not None and self._group.is_first:
+                    who = learner, self._incarnation, before.round
+                    count += self._tables.push(rows, *who)
             return {"bytes": count, "pulled": self._pulled}
 
         def message(reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Mover:
         return nbytes
 
     def _at_all(self, work: Callable[[str], int], servers: Mapping[str, Any]) -> int:
-        futures = [self._threads.submit(_retried, work, name) for name in servers]
+        futures = [self._threads.submit(retried, work, name) for name in servers]
         return sum(future.result() for future in futures)
 
     def close(self) -> None:
@@ -114,7 +114,8 @@ class Mover:
             channel.close()
 
 
-def _retried(work: Callable[[str], int], server: str) -> int:
+def retried(work: Callable[[str], int], server: str) -> int:
+    """Returns what some work at a server returns; tries again if it breaks off."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return work(server)

@@ -86,6 +86,11 @@ class Merger:
                 f"job asks for changes ({pull}). Set exchange.pull='{codecs.PLAIN}', "
                 "or let the learners use the service itself"
             )
+        if message.get("tables"):
+            raise Refused(
+                f"job {message.get('job')!r} has tables, whose rows a merger does not "
+                "add up; let the learners use the service itself"
+            )
         # The rest is checked above, before anything is made of it.
         opened = self._above("OpenJob", message, CALL_SECONDS)
         name = message["job"]

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..blocks.tables import Table
 
+# Accumulators begin at zero: gradients of rows are small, being a share of a mean.
 EPSILON = np.float32(1e-10)
-START = np.float32(0.1)  # of an accumulator, as in optax.adagrad
 
 
 def state_width(table: Table) -> int:
@@ -18,7 +18,7 @@ def state_width(table: Table) -> int:
 
 
 def initial_state(table: Table, rows: int) -> np.ndarray:
-    return np.full((rows, state_width(table)), START, np.float32)
+    return np.zeros((rows, state_width(table)), np.float32)
 
 
 def updated(

@@ -4,6 +4,7 @@
 and tells a coordinator that it is there.
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,8 @@ from ..wire.credentials import Tls
 from ..wire.errors import OldTerm, Refused, Unavailable
 from ..wire.messages import Message, decode
 from .fence import Fence
+from .job_store import JobStore
 from .receiving import Receiving
-from .store import BlockStore
 from .update import MakeUpdate, no_optimizers
 
 BEAT_SECONDS = 2.0
@@ -28,7 +29,7 @@ RETRY_SECONDS = 0.5  # while no coordinator answers
 # With the last server the coordinator takes up its jobs, which loads checkpoints.
 REGISTER_SECONDS = 300.0
 # What a store is made of; the rest of a job's spec is for others.
-PARTS = ("layout", "policy", "update")
+PARTS = ("layout", "policy", "update", "tables")
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,7 +55,7 @@ class BlockServer:
         self._reached = reached
         self._make_update = make_update
         self._lock = threading.Lock()
-        self._jobs: dict[str, tuple[Mapping[str, Any], BlockStore]] = {}
+        self._jobs: dict[str, tuple[Mapping[str, Any], JobStore]] = {}
         self._moved = {"received_bytes": 0, "sent_bytes": 0}  # since it was started
         self.fence = Fence()
         orders: dict[str, Callable[[Message], Message]] = {
@@ -71,8 +72,13 @@ class BlockServer:
             name: self.fence.guarded(order) for name, order in orders.items()
         }
         self.methods["Status"] = self.status
-        self.streams = {"Push": Upload(self.push), "Pull": Download(self.pull)}
-        self.streams["PullChanges"] = Download(self.pull_changes)
+        self.streams = {
+            "Push": Upload(self.push),
+            "Pull": Download(self.pull),
+            "PullChanges": Download(self.pull_changes),
+            "PushRows": Upload(self.push_rows),
+            "PullRows": Download(self.pull_rows),
+        }
 
     def create(self, message: Message) -> Message:
         """Makes the store of a job; keeps the one that is there for the same blocks.
@@ -81,19 +87,20 @@ class BlockServer:
         and the coordinator loads a checkpoint.
         """
         job, spec, blocks = fields(message, "job", "spec", "blocks")
+        tables = message.get("tables", {})
         with self._lock:
             if job in self._jobs:
                 old, store = self._jobs[job]
                 for part in PARTS:
-                    if old[part] != spec[part]:
+                    if old.get(part) != spec.get(part):
                         raise Refused(
                             f"job {job!r} is here with another {part}; choose another "
                             "name, or restart the servers"
                         )
-                if store.owned == tuple(sorted(blocks)):
+                if store.holds(blocks, tables):
                     return {"version": store.newest}
                 _LOG.warning("job %r: other blocks than before; starts empty", job)
-            store = BlockStore(spec, blocks, make_update=self._make_update)
+            store = JobStore(spec, blocks, tables, make_update=self._make_update)
             self._jobs[job] = spec, store
             return {"version": store.newest}
 
@@ -142,6 +149,19 @@ class BlockServer:
                 since = store.chain.since(old, version, *parts[0])
             found.append((elements, since))
         return self._counted(changes.encode(boxes, found))
+
+    def push_rows(self, messages: Iterator[bytes]) -> Message:
+        """Receives rows of a table as a part of a contribution."""
+        first = next(messages, b"")
+        (job,) = fields(decode(first), "job")
+        answer = self._store(job).push_rows(itertools.chain([first], messages))
+        self._count("received_bytes", answer["bytes"])
+        return answer
+
+    def pull_rows(self, message: Message) -> Iterator[bytes]:
+        """Sends rows of a table."""
+        (job,) = fields(message, "job")
+        return self._counted(self._store(job).pull_rows(message))
 
     def merge(self, message: Message) -> Message:
         names = ("version", "fragment", "contributions", "divisor")
@@ -219,7 +239,7 @@ class BlockServer:
         with self._lock:
             self._moved[what] += nbytes
 
-    def _store(self, job: str) -> BlockStore:
+    def _store(self, job: str) -> JobStore:
         with self._lock:
             if job not in self._jobs:
                 raise Refused(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from meshloom.service.coordinator.cleaning import CLEAN_SECONDS, Cleaner
 from meshloom.service.wire.errors import Refused
 from meshloom.service.wire.sums import FIRST, contributions_of, sums_in, tree_of
 
@@ -129,3 +130,21 @@ def test_a_sum_needs_a_policy_that_counts_every_contribution(make_house):
     with pytest.raises(Refused, match="late='drop' some may not. Let the learners use"):
         send_unstaged = {"tree": tree_of(SUM, [(0, 1, 1)]), "parts": [part(0)]}
         house.ask("contribute_sum", **send_unstaged)
+
+
+def test_sums_that_never_came_to_count_are_removed(house):
+    """Not those of this round, which may be on their way; and just of their rounds."""
+    send(house, [part(learner) for learner in range(4)], value=8.0)
+    job = house.job
+    assert job.engine.version == 1
+    dropped, old, new = [], [FIRST, 9, 1], [FIRST, 9, 2]
+    for server in house.servers:
+        inner = server.status
+        server.status = lambda m, inner=inner: {**inner(m), "staged": [old, new]}
+        server.drop = lambda m: dropped.append(m["contributions"]) or {"bytes": 8}
+    cleaner = Cleaner(job)
+    house.time += CLEAN_SECONDS
+    cleaner.clean_if_due()
+    assert dropped == [[old]] * 2
+    assert "removed 1 staged contributions (16 bytes)" in house.said[-1]
+    assert house.said[-1].endswith("a merger in round 1")

@@ -184,6 +184,31 @@ def test_learners_go_elsewhere_when_their_merger_dies(tmp_path, died):
     check_each_counts_once(service, 4)
 
 
+def test_a_coordinator_that_is_away_for_a_while_changes_nothing(tmp_path):
+    """Learners stay at their merger, though they have the address of the service."""
+    services = []
+
+    def attach(service):
+        services.append(service)
+        merger = service.merger().address
+        return [f"{merger},{service.address}"] * 4
+
+    def before_round(learner, round):
+        if (learner, round) == (3, 2):
+            services[0].pause(2.5)  # in which each learner gives a sign of life
+
+    learners, service, _ = run(
+        tmp_path, "local-sgd", 4, attach, before_round=before_round
+    )
+    below = {learner.exchange._attached.place for learner in learners}
+    assert len(below) == 1 and None not in below
+    sizes = [[len(tree["of"]) for tree in row["sums"]] for row in service.commits()]
+    assert sizes == [[4]] * ROUNDS
+    parts = [part for row in service.commits() for part in row["contributions"]]
+    assert {part["incarnation"] for part in parts} == {1}
+    check_replay(service)
+
+
 def wait_until_two_have_sent(mergers) -> None:
     def keys():
         jobs = [m.merger._find({"job": "run"}) for m in mergers.values()]

@@ -37,7 +37,7 @@ SHAPE = (256, 200)
 SIZE = SHAPE[0] * SHAPE[1]
 LAYOUT = make_layout([Leaf("w", SHAPE, "float32", (None, None))], block_bytes=20_000)
 VERSION = metadata.version("meshloom")
-LIMIT = 60.0
+LIMIT = 300.0  # of a training; it takes seconds on a quiet machine
 
 
 @dataclasses.dataclass
@@ -101,9 +101,9 @@ class Service:
             say=lambda *text, **fields: None,
         )
         self._stack.callback(center.close)
-        calls = Server("127.0.0.1:0", center.methods, {})
-        self._stack.callback(calls.close)
-        self.address = f"127.0.0.1:{calls.port}"
+        self._center, self._calls = center, Server("127.0.0.1:0", center.methods, {})
+        self._stack.callback(lambda: self._calls.close())
+        self.address = f"127.0.0.1:{self._calls.port}"
         for name, server, relay in zip("ab", servers, self.relays, strict=True):
             # What the coordinator asks for is not counted.
             center.register_server({"name": name, "address": relay.address})
@@ -116,6 +116,12 @@ class Service:
         merger = MergerProcess("127.0.0.1:0", above, version=VERSION, clock=clock)
         self._stack.callback(merger.close)
         return merger
+
+    def pause(self, seconds: float) -> None:
+        """Lets the coordinator answer nobody for a while."""
+        self._calls.close(0)
+        time.sleep(seconds)
+        self._calls = Server(self.address, self._center.methods, {})
 
     def moved(self) -> np.ndarray:
         """Returns the bytes sent to the servers, and received from them."""
@@ -206,16 +212,26 @@ def train(
 ) -> list[Learner]:
     """Trains all learners, each with the address that it is given."""
     learners = [Learner(service, i, a) for i, a in enumerate(addresses)]
+
+    def work(learner: Learner) -> Callable[[], None]:
+        return lambda: learner.run(lambda round: before_round(learner.index, round))
+
+    at_once([work(learner) for learner in learners])
+    return learners
+
+
+def at_once(work: Sequence[Callable[[], None]]) -> None:
+    """Does everything in a thread of its own, and waits for all."""
     errors: list[BaseException] = []
 
-    def run(learner: Learner) -> None:
+    def run(one: Callable[[], None]) -> None:
         try:
-            learner.run(lambda round: before_round(learner.index, round))
+            one()
         except BaseException as error:
             errors.append(error)
             raise
 
-    threads = [threading.Thread(target=run, args=(x,), daemon=True) for x in learners]
+    threads = [threading.Thread(target=run, args=(x,), daemon=True) for x in work]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + LIMIT
@@ -225,7 +241,6 @@ def train(
             assert not errors, errors
             thread.join(0.1)
     assert not errors, errors
-    return learners
 
 
 @contextlib.contextmanager
