@@ -15,6 +15,7 @@ from tiny_runs import COMMAND, sets_of
 from two_hosts import ssh_daemon, two_hosts
 
 from meshloom.launch.fleet_status import last_commit
+from meshloom.trainer.cli import main
 from meshloom.trainer.record import metrics
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -61,6 +62,12 @@ def test_whoever_is_killed_comes_back(fleet):
     joined = [row for row in fleet.ledger(1) if row["event"] == "joined"]
     assert joined[-1]["optimizer_step"] > 0
 
+    # From here on the log begins with a snapshot.
+    fleet.until_commit(31)
+    address = (fleet.run / "service" / "log" / "address").read_text().strip()
+    token = str(fleet.run / "logs" / "token")
+    assert main(["serve", "clean", address, "--token-file", token]) == 0
+    fleet.until(lambda: "the oldest checkpoint, has what they led to" in fleet.text)
     before = last_commit(fleet.run)
     fleet.kill("coordinator")
     fleet.until_commit(before + 3)
