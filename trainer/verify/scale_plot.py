@@ -7,15 +7,17 @@ from html import escape
 from .compare_plot import COLORS, FONT, INK, PAPER, RULE, SOFT
 from .scale_result import Measured, Result
 
-WIDTH, HEIGHT = 760, 440
-LEFT, RIGHT, TOP, BOTTOM = 64, 150, 72, 60
+WIDTH, HEIGHT = 860, 440
+LEFT, RIGHT, TOP, BOTTOM = 64, 250, 72, 60
 
 
 def svg(result: Result) -> str:
     """Draws a point and its range for each mesh, the ideal, and what was foretold."""
     devices = sorted({mesh.devices for mesh in result.meshes})
     ideal = devices[-1] / result.base.devices
-    highest = max([ideal, *(result.speedup(mesh)[2] for mesh in result.meshes)])
+    shown = [result.speedup(mesh)[2] for mesh in result.meshes]
+    shown += [result.foretold_speedup(mesh) or 0.0 for mesh in result.meshes]
+    highest = max(ideal, *shown)
     most = math.ceil(highest)
 
     def x(number: float) -> float:
@@ -36,7 +38,7 @@ def svg(result: Result) -> str:
         place = HEIGHT - BOTTOM + 20
         parts.append(_text(x(number), place, str(number), SOFT, anchor="middle"))
     middle = (LEFT + WIDTH - RIGHT) / 2
-    words = "devices; dashed: no loss; bars: from the lowest to the highest round"
+    words = "devices; dashed: no loss; bars: range of the rounds; rings: foretold"
     parts.append(_text(middle, HEIGHT - 14, words, SOFT, anchor="middle"))
     # Curved on this axis, so drawn through several points.
     numbers = [devices[0] * (devices[-1] / devices[0]) ** (i / 24) for i in range(25)]
