@@ -3,12 +3,14 @@
     python benchmarks/compress.py [--config digits] [--steps 200] [--seeds 3]
 
 Each training is a fleet of `meshloom launch local`, as in modes.py: a coordinator, two
-servers and --learners learners. Bytes are those of the arrays that learners have sent
-and received, all elements of version 0 included, and the pull after the last round not;
-they must be equal to what the layout says. tests/service/test_bytes.py compares such
-bytes with those on the sockets. The table has the means over the seeds. A loss is
-within the noise if it is above that of `dense` by no more than the range of `dense`
-over its seeds.
+servers and --learners learners. (This file is not called compression.py, which would
+hide a module of Python's own that jax looks for.)
+
+Bytes are those of the arrays that learners have sent and received, all elements of
+version 0 included, and the pull after the last round not; they must be equal to what
+the layout says. tests/service/test_bytes.py compares such bytes with those on the
+sockets. The table has the means over the seeds. A loss is within the noise if it is
+above that of `dense` by no more than the range of `dense` over its seeds.
 
 Trainings that --folder has results of are skipped, so the command can be repeated
 after an interruption. It says how busy the cores of the machine were, whoever used
