@@ -21,6 +21,7 @@ from meshloom.service.wire.errors import Unavailable
 from meshloom.trainer.commands import drill_fleet
 from meshloom.trainer.job.fault_points import TRAPS, Traps, reached_of
 from meshloom.trainer.verify import (
+    cut_network,
     fleet_drill,
     fleet_faults,
     fleet_job,
@@ -222,6 +223,13 @@ def test_faults_go_on_in_the_next_training(monkeypatch, tmp_path):
     assert lines[1].split() == ["server", "server", "0", "NO", "0"]
 
 
+def test_a_training_without_any_fault_is_an_error(tmp_path):
+    """It would be followed by the next one forever."""
+    spec = FakeSpec((), 2, 2, 1, num_steps=9, save_every=5, limit_seconds=20.0)
+    with pytest.raises(ValueError, match="exited with status 7 .*--steps$"):
+        fleet_drill.run(spec, tmp_path, ["server"], lambda text: None)
+
+
 def test_the_numbers_of_a_soak(tmp_path):
     results = [Result("server", 0, "server 1", s / 2, s) for s in (2.0, 4.0, 9.0)]
     good = Training(0, results, commits=60, taken_back=3, rounds=120, samples=960)
@@ -294,13 +302,58 @@ def test_what_cannot_be_injected_here_is_refused_or_left_out(
     monkeypatch, tmp_path, capfd
 ):
     monkeypatch.setattr(fleet_settings, "can_mount", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     line = refused(capfd, [*DRILL, "--faults", "server", "full-disk"])
     assert line == (
         "full-disk: cannot mount file systems here; leave it out of --faults"
     )
+    line = refused(capfd, [*DRILL, "--faults", "cut-network"])
+    assert line.startswith("cut-network: a network can be cut by root only")
     names = drill_fleet._names(None, fleet_faults.FAULTS)
-    assert set(fleet_faults.FAULTS) - set(names) == {"full-disk"}
+    assert set(fleet_faults.FAULTS) - set(names) == {"full-disk", "cut-network"}
     assert "full-disk: skipped: cannot mount" in capfd.readouterr().out
+
+
+@pytest.mark.processes
+def test_two_hosts_reach_each_other_until_the_network_is_cut(tmp_path):
+    def reach() -> int:
+        ping = [sys.executable, "-c", CONNECT, cut_network.ADDRESSES[0]]
+        return subprocess.run([*hosts.on(1), *ping], timeout=60).returncode
+
+    listening = [sys.executable, "-c", LISTEN, cut_network.ADDRESSES[0]]
+    with cut_network.two_hosts(tmp_path) as hosts:
+        with subprocess.Popen([*hosts.on(0), *listening]) as server:
+            try:
+                assert reach() == 0
+                ssh = [*hosts.ssh.split(), "-o", "X=1", cut_network.NAMES[1]]
+                found = subprocess.check_output([*ssh, "hostname"], timeout=60)
+                assert found.decode().strip() == cut_network.NAMES[1]
+                hosts.cut()
+                assert reach() == 1
+                hosts.restore()
+                assert reach() == 0
+            finally:
+                server.kill()
+
+
+LISTEN = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 7000))
+while True:
+    server.accept()[0].close()
+"""
+CONNECT = """
+import socket, sys, time
+for _ in range(50):
+    try:
+        socket.create_connection((sys.argv[1], 7000), 1.0)
+        sys.exit(0)
+    except ConnectionRefusedError:
+        time.sleep(0.1)
+    except OSError:
+        break
+sys.exit(1)
+"""
 
 
 def test_ids_that_others_got_are_not_those_of_a_training(tmp_path):

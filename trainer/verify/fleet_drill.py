@@ -114,8 +114,10 @@ def run(
         except Failed as error:
             training.problem = str(error)
         if not training.results:
-            problem = training.problem or "it ended before the first fault: pass more "
-            raise ValueError(f"training {training.number}: {problem}--steps")
+            reason = training.problem or "it ended before its first fault"
+            raise ValueError(
+                f"training {training.number}: {reason}. Fix that, or pass more --steps"
+            )
         log(f"training {training.number}: {verdict(training)}")
         keep(trainings)
     return trainings

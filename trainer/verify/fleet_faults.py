@@ -16,7 +16,14 @@ from ...launch.exit_codes import BAD_INPUT
 from ...service.coordinator.settings import Settings
 from .drill_job import Failed
 from .fleet_job import Fleet, Mark
-from .fleet_settings import Setting, on_a_small_disk, on_a_wire, on_etcd, problem
+from .fleet_settings import (
+    Setting,
+    on_a_small_disk,
+    on_a_wire,
+    on_etcd,
+    on_two_hosts,
+    problem,
+)
 
 Fault = Callable[[Fleet, random.Random], Mark]
 # Longer than a process may be silent before it counts as lost.
@@ -129,6 +136,17 @@ def pause_leader(fleet: Fleet, rng: random.Random) -> Mark:
     return mark
 
 
+def cut_the_network(fleet: Fleet, rng: random.Random) -> Mark:
+    """Cuts off learner 1 for longer than its lease."""
+    del rng
+    assert fleet.hosts is not None
+    mark = fleet.mark(["learner 1"])
+    fleet.hosts.cut()
+    time.sleep(PAUSE_SECONDS)
+    fleet.hosts.restore()
+    return mark
+
+
 def _one(fleet: Fleet, kind: str, rng: random.Random) -> str:
     number = {"learner": fleet.spec.learners, "server": fleet.spec.servers}.get(kind)
     return kind if number is None else f"{kind} {rng.randrange(number)}"
@@ -156,6 +174,7 @@ FAULTS: dict[str, Fault] = {
     "leader-after-commit": kill_at("logged"),
     "pause-leader": pause_leader,
     "leader-and-etcd": kill_leader_and_member,
+    "cut-network": cut_the_network,
 }
 # What a training needs around it for a fault; the others need nothing.
 SETTINGS: dict[str, Setting] = {
@@ -166,6 +185,7 @@ SETTINGS: dict[str, Setting] = {
         ("leader-before-commit", "leader-after-commit", "pause-leader"), on_etcd
     ),
     "leader-and-etcd": on_etcd,
+    "cut-network": on_two_hosts,
 }
 # Of a soak: one of them at a time, at random.
 KILLS = ("learner", "server", "coordinator")

@@ -15,6 +15,7 @@ from ...launch.exit_codes import DONE, MEANINGS
 from ...launch.workers import GUARD
 from ..job.fault_points import TRAPS
 from ..record import metrics
+from .cut_network import Hosts
 from .drill_job import POLL_SECONDS, Failed
 from .etcd_cluster import Cluster
 from .fleet_wire import Wire
@@ -46,7 +47,7 @@ class FleetSpec:
         between those of a learner.
       limit_seconds: how long anything may take before the drill has failed: a start, a
         recovery, the rest of a training, a replay.
-      launch: more flags of `meshloom launch`.
+      target, launch: that of `meshloom launch`, and more of its flags.
     """
 
     train: tuple[str, ...]
@@ -56,6 +57,7 @@ class FleetSpec:
     num_steps: int
     save_every: int
     limit_seconds: float
+    target: str = "local"
     launch: tuple[str, ...] = ()
 
     @property
@@ -65,7 +67,7 @@ class FleetSpec:
     def argv(self, run: Path) -> list[str]:
         """Returns the command line of a training."""
         return [
-            *(*PROGRAM, "launch", "local", "--learners", str(self.learners)),
+            *(*PROGRAM, "launch", self.target, "--learners", str(self.learners)),
             *("--servers", str(self.servers), "--cpu-devices", str(self.cpu_devices)),
             *("--save-commits", str(self.save_every), "--max-restarts", "10"),
             *self.launch,
@@ -101,12 +103,14 @@ class Fleet:
       run: its folder.
       wire: what its processes call each other through, if bits can be flipped there.
       disk: the disk that the service writes to, if it can be filled.
+      hosts: what it runs on, if that is two: the service and learner 0 on the first.
       etcd: where its coordinators keep their log, if there are several.
     """
 
     wire: Wire | None = None
     disk: SmallDisk | None = None
     etcd: Cluster | None = None
+    hosts: Hosts | None = None
 
     def __init__(
         self,
@@ -303,14 +307,19 @@ class Fleet:
 
     def _has(self, pid: int) -> bool:
         """Returns whether a process is one of this training; ids are used again."""
-        file = Path(f"/proc/{pid}/environ")
+        about = Path(f"/proc/{pid}")
         try:
-            if Path("/proc/self/environ").exists():
-                return f"{TRAPS}={self._traps}".encode() in file.read_bytes()
-            os.kill(pid, 0)
-        except (OSError, ProcessLookupError):
+            if not Path("/proc/self/environ").exists():
+                os.kill(pid, 0)
+                return True
+            command = (about / "cmdline").read_bytes()
+            # Workers that were forked have the environment of the warm process.
+            variables = (about / "environ").read_bytes()
+        except OSError:
             return False
-        return True
+        names = (f"{self.run}/".encode(), f"{self.run}\0".encode())
+        is_named = any(name in command for name in names)
+        return is_named or f"{TRAPS}={self._traps}\0".encode() in variables
 
     def _home(self, learner: int) -> Path:
         return self.run / "learners" / str(learner)

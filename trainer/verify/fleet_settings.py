@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from . import cut_network
 from .etcd_cluster import binary, etcd_cluster
 from .fleet_job import Fleet, FleetSpec, running
 from .fleet_wire import wire
@@ -51,10 +52,23 @@ def on_etcd(spec: FleetSpec, run: Path) -> Iterator[Fleet]:
             yield fleet
 
 
+@contextlib.contextmanager
+def on_two_hosts(spec: FleetSpec, run: Path) -> Iterator[Fleet]:
+    """Two learners, each on a host of its own; the service is on the first."""
+    with cut_network.two_hosts(run.parent / f"{run.name}.hosts") as hosts:
+        launch = ("--hosts", ",".join(cut_network.NAMES), "--ssh", hosts.ssh)
+        spec = dataclasses.replace(spec, target="ssh", learners=2, launch=launch)
+        with running(spec, run, hosts.on(0)) as fleet:
+            fleet.hosts = hosts
+            yield fleet
+
+
 def problem(setting: Setting) -> str:
     """Returns why there cannot be this setting here; "" if there can."""
     if setting is on_a_small_disk and not can_mount():
         return "cannot mount file systems here"
+    if setting is on_two_hosts:
+        return cut_network.problem()
     if setting is on_a_wire and sys.platform != "linux":
         return f"{NOT_BYPASSED} is an address of this machine on Linux only"
     if setting is on_etcd and binary() is None:
