@@ -243,7 +243,10 @@ SCRIPT = """
 """
 
 # Forbids the page to load anything, whatever text of the run it contains.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_POLICY = (
+    "default-src 'none'; img-src data:; "
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+)
 
 
 def page(title: str, body: str) -> str:
