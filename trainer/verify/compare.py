@@ -28,6 +28,8 @@ from ...service.wire.codecs import PLAIN, Codec
 from ..run.exchange_update import make_update, update_spec
 from .compare_task import Task
 
+Packing = tuple[Codec, Codec]  # of pushes and of pulls
+DENSE: Packing = (PLAIN, PLAIN)
 REFERENCE = "sync"
 # What counts as the loss of sync: modes differ in the last percents for long.
 TARGET = 1.05
@@ -97,16 +99,12 @@ class Training:
     """The `Work` of a simulation: one mode with real numerics."""
 
     def __init__(
-        self,
-        task: Task,
-        policy: Policy,
-        num_points: int,
-        push: Codec = PLAIN,
-        pull: Codec = PLAIN,
+        self, task: Task, policy: Policy, num_points: int, packing: Packing = DENSE
     ):
         """Args:
-        push, pull: how learners pack what they send, and servers what they publish.
+        packing: how learners pack what they send, and servers what they publish.
         """
+        push, pull = packing
         self._task, self._policy = task, policy
         self._layout = task.make_layout(policy)
         self._compressor = Compressor(push, self._layout)
@@ -283,27 +281,21 @@ def compare(
     """
     task = Task(config, len(cluster.step_seconds))
     num_steps: int = config.num_steps
-    rounds = {mode: p.num_rounds(num_steps) for mode, p in policies.items()}
-    push: Codec = config.exchange.push_codec
-    pull: Codec = config.exchange.pull_codec
+    packing = config.exchange.push_codec, config.exchange.pull_codec
 
-    def run(policy: Policy, num_rounds: int, push: Codec, pull: Codec) -> tuple:
-        training = Training(task, policy, num_points, push, pull)
-        layout = task.make_layout(policy)
-        links = dataclasses.replace(
-            cluster,
-            push_share=packed_share(layout, push),
-            pull_share=packed_share(layout, pull),
-        )
+    def run(policy: Policy, num_rounds: int, packing: Packing) -> tuple:
+        training = Training(task, policy, num_points, packing)
+        up, down = (packed_share(task.make_layout(policy), x) for x in packing)
+        links = dataclasses.replace(cluster, push_share=up, pull_share=down)
         outcome = simulate(policy, links, num_rounds, work=training)
         training.note(outcome.seconds)
         return training.points, outcome, _flat(training.shared())
 
     runs = {}
-    if REFERENCE not in policies or not (push.is_plain and pull.is_plain):
-        runs[None] = run(Policy(), num_steps, PLAIN, PLAIN)
+    if REFERENCE not in policies or packing != DENSE:
+        runs[None] = run(Policy(), num_steps, DENSE)
     for mode, policy in policies.items():
-        runs[mode] = run(policy, rounds[mode], push, pull)
+        runs[mode] = run(policy, policy.num_rounds(num_steps), packing)
     points, _, reference = runs.get(None) or runs[REFERENCE]
     target = TARGET * points[-1].loss
     results = []
