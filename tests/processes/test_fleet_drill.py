@@ -34,7 +34,7 @@ from meshloom.trainer.verify.fleet_drill import Result, Training
 
 # The settings of a drill's own config, with a model that compiles fast.
 QUICK = [*SMALL, "--set", "exchange.wait=0.5"]
-DRILL = ["drill", "--learners", "2", "--servers", "2", "--limit-seconds", "120"]
+DRILL = ["drill", "--learners", "2", "--servers", "2", "--limit-seconds", "240"]
 
 
 @pytest.mark.processes
