@@ -81,7 +81,7 @@ def test_training_is_the_same_on_every_mesh(name, mesh):
     initial, losses, state = short_runs.run(prepared, prepared.program.step)
     jax.tree.map(np.testing.assert_array_equal, initial, reference(name)[0])
     np.testing.assert_allclose(losses, reference(name)[1], rtol=1e-5)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < losses[0]
     for a, b in zip(
         jax.tree.leaves(jax.device_get(state.variables)),
         jax.tree.leaves(jax.device_get(reference(name)[2].variables)),
