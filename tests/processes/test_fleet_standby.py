@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from etcd_cluster import etcd_cluster
 from real_fleets import SMALL, check_replay, real_fleet
 
 from meshloom.trainer.cli import main
+from meshloom.trainer.verify.etcd_cluster import etcd_cluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(500)]
 
