@@ -152,7 +152,7 @@ def test_training_is_the_same_in_a_pipeline_and_with_dropout(mesh, changes, ways
     initial, losses, _ = short_runs.run(prepared, prepared.program.step)
     jax.tree.map(np.testing.assert_array_equal, initial, reference(**changes)[0])
     np.testing.assert_allclose(losses, reference(**changes)[1], rtol=1e-5)
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < losses[0]
 
 
 def test_a_pipeline_refuses_dropout():

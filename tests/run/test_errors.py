@@ -203,7 +203,7 @@ DATA = {
         "empty",
         [],
         "no file matches '**/*' in the folder '.*empty'. Name a folder that contains "
-        "text files, or change the pattern.",
+        "files, or change the pattern.",
     ),
     "sequence longer than the data": (
         "short",
@@ -246,7 +246,7 @@ def test_bad_data(run, corpora, capfd, what):
         (
             "folder/mine.gin",
             "config 'folder/mine.gin' is neither a file nor a shipped config; expected "
-            "one of: default, digits, drill,",
+            "one of: default, digits, digits_resnet,",
         ),
     ],
 )

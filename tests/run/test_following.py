@@ -13,11 +13,10 @@ from rich.console import Console
 
 from meshloom.sharding import MeshSpec
 from meshloom.trainer.checkpoint.manager import committed_steps
-from meshloom.trainer.commands import generate
 from meshloom.trainer.job.preemption import Preempted
 from meshloom.trainer.record import ledger, ledger_audit, published
 from meshloom.trainer.record.published import Published
-from meshloom.trainer.run import following, train
+from meshloom.trainer.run import following, train, trained
 from meshloom.trainer.run.publishing import Publish
 
 FSDP = MeshSpec(data=2, fsdp=4)
@@ -245,12 +244,12 @@ def test_published_weights_follow_the_commits(tmp_path):
         published.read(tmp_path)
 
 
-def test_generate_uses_published_weights_and_says_if_they_are_gone(tmp_path, capsys):
-    assert generate._published(tmp_path, [3, 6]) == 6
+def test_commands_use_published_weights_and_says_if_they_are_gone(tmp_path, capsys):
+    assert trained._newest(tmp_path, [3, 6]) == 6
     published.write(tmp_path, Published(3, "checkpoints/3", 1.0))
-    assert generate._published(tmp_path, [3, 6]) == 3
+    assert trained._newest(tmp_path, [3, 6]) == 3
     assert capsys.readouterr().err == ""
-    assert generate._published(tmp_path, [6, 9]) == 9
+    assert trained._newest(tmp_path, [6, 9]) == 9
     assert "names step 3, which is gone; using step 9" in capsys.readouterr().err
 
 

@@ -130,6 +130,7 @@ def test_the_run_folder_holds_everything(straight):
         "environment.json",
         "sharding.json",
         "forecast.json",
+        "published.json",
         "metrics.jsonl",
         "eval.jsonl",
         "ledger.jsonl",
