@@ -8,7 +8,8 @@ others. This module supervises those supervisors, and the processes of the servi
 |---|---|
 | the coordinator | the coordinator; its log says what has happened |
 | the coordinator, stopped or stuck | the same, after it was killed |
-| a server, or the coordinator with 69 (it has lost a server) | the whole service |
+| a server of which others have copies | the server |
+| another server, or the coordinator with 69 (it has lost one) | the whole service |
 | the supervisor of a learner, with neither 0, 1 nor 2 | the learner |
 
 The others go on without a learner that has given up. Bad input ends everything.
@@ -39,6 +40,8 @@ class FleetSettings:
 
     Attributes:
       processes: of each learner.
+      copies: of each block, on different servers: with several, a server that ends is
+        restarted alone.
       grace_seconds: how long a learner may take to save and exit, and then the service.
       spare_seconds: how much longer we wait for a learner's supervisor, which kills
         what is left of its workers after `grace_seconds`.
@@ -48,6 +51,7 @@ class FleetSettings:
     """
 
     processes: int = 1
+    copies: int = 1
     max_restarts: int = 5
     grace_seconds: float = 60.0
     spare_seconds: float = 5.0
@@ -183,7 +187,8 @@ class Fleet:
         return None
 
     def _after_service(self, part: Part, ending: Ending) -> int | None:
-        is_alone = part is self._service[0] and ending.status != UNREACHABLE
+        is_spared = part is self._service[0] or self._settings.copies > 1
+        is_alone = is_spared and ending.status != UNREACHABLE
         restarting = "restarting it" if is_alone else "restarting the service"
         decision = self._decide(part, ending, self._restarts, restarting)
         if decision.status is not None:

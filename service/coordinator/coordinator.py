@@ -4,13 +4,13 @@ Handlers look a job up under the coordinator's lock, let go of it, and then ask 
 job's own thread (driver.py) or wait at its board.
 """
 
-import dataclasses
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..blocks.placement import Placement
 from ..store.store import Deposed
 from ..wire.errors import NotLeader, Refused, Unavailable
 from . import disk, status
@@ -18,6 +18,7 @@ from .driver import Driver
 from .history import make_history
 from .job import Job
 from .log import Log
+from .registry import Registered, Registry
 from .servers import RemoteServer, ServerGroup
 from .settings import Settings, Surroundings
 from .spec import JobSpec, check_same, parse_spec
@@ -27,14 +28,6 @@ Message = dict[str, Any]
 # A learner waits for the answer to a call at least this long.
 ANSWER_SECONDS = 15.0
 POLL_SECONDS = 20.0  # at most, of a learner that waits for its turn
-
-
-@dataclasses.dataclass
-class Registered:
-    """A server that said it is there, and what it said since."""
-
-    server: RemoteServer
-    beats: status.ServerBeats
 
 
 class Coordinator:
@@ -68,12 +61,12 @@ class Coordinator:
         self._say = say
         self._log = log or Log.embedded(folder / "coordinator.db")
         self._changed = threading.Condition()  # guards what follows
-        self._servers: dict[str, Registered] = {}
+        self._servers = Registry(settings, clock())
         self._drivers: dict[str, Driver] = {}
         self._waiting = self._log.jobs()  # for servers, since a restart
+        self._began = clock()
         self._failure: str | None = None
         self._must_fix = False
-        self._watched = clock()
         methods: dict[str, Callable[[Message], Message]] = {
             "RegisterServer": self.register_server,
             "Beat": self.beat,
@@ -82,6 +75,7 @@ class Coordinator:
             "Join": lambda m: self._ask("join", m),
             "Alive": self.alive,
             "Next": self.next,
+            "Servers": self.servers,
             "Contribute": lambda m: self._ask("contribute", m),
             "Leave": lambda m: self._ask("leave", m),
             "Report": lambda m: self._ask("report", m),
@@ -106,7 +100,12 @@ class Coordinator:
             beats = status.ServerBeats(address, self._clock())
             self._servers[name] = Registered(server, beats)
             missing = self._num_servers - len(self._servers)
+            drivers = list(self._drivers.values())
             self._changed.notify_all()
+        for group in (d.job.servers for d in drivers if d.job.spec.copies > 1):
+            if known is not None:  # started again: what it held is gone
+                group.note(name, None)
+            group.note(name, server)
         if known is None:
             need = f"; waiting for {missing} more" if missing > 0 else ""
             self._say(f"server {name} is here{need}")
@@ -127,7 +126,8 @@ class Coordinator:
     def open_job(self, message: Message) -> Message:
         """Opens a job, or checks that the one of this name is the same."""
         spec = parse_spec(message, self._version)
-        self._await(lambda: not self._missing(), "servers")
+        is_open = lambda: spec.job in self._drivers  # noqa: E731
+        self._await(lambda: is_open() or not self._missing(), "servers")
         with self._changed:
             driver = self._drivers.get(spec.job)
             if driver is None:
@@ -159,6 +159,12 @@ class Coordinator:
         answer = board.wait(learner, incarnation, after, seconds)
         board.hear(learner, incarnation, self._clock())
         return answer
+
+    def servers(self, message: Message) -> Message:
+        """Returns where the blocks of a job are; does not wait for the job."""
+        driver = self._driver(message)
+        driver.job.board.check()
+        return driver.job.servers.describe()
 
     def status(self, message: Message) -> Message:
         """Returns the state of one job, or of everything."""
@@ -217,24 +223,24 @@ class Coordinator:
         Raises Deposed if another coordinator may lead.
         """
         self._log.check()
-        now, limit = self._clock(), self._settings.lease_seconds
         with self._changed:
-            if now - self._watched > limit / 2:
-                # This process was paused, and heard nobody: all get another lease.
-                for registered in self._servers.values():
-                    registered.beats.heard = now
-            self._watched = now
-            lost = [n for n, r in self._servers.items() if now - r.beats.heard > limit]
-            gone = {name: self._servers.pop(name) for name in lost}
             drivers = list(self._drivers.values())
-        for name, registered in gone.items():
-            reason = f"server {name} is lost: not heard of for {limit:g} s"
+            groups = [driver.job.servers for driver in drivers]
+            names: dict[bool, set[str]] = {False: set(), True: set()}
+            for group in groups:
+                names[group.placement.copies > 1].update(group.names)
+            spared = names[True] - names[False]
+            lost = self._servers.take_lost(self._clock(), spared)
+        for name, (server, reason) in lost.items():
             self._say(reason)
             for driver in drivers:
-                if name in driver.job.servers.names:
+                if driver.job.spec.copies > 1:
+                    driver.job.servers.note(name, None)
+                elif name in driver.job.servers.names:
                     driver.fail(reason)
                     self._fail(f"{driver.job.board.failure}")
-            registered.server.mark_lost()  # last, so that this is the reason
+            server.mark_lost()  # last, so that this is the reason
+        self._take_up_jobs()
 
     def is_over(self) -> bool:
         """Whether there were jobs, all are done, and no learner is left."""
@@ -295,16 +301,25 @@ class Coordinator:
         return driver.ask(method, message, ANSWER_SECONDS)
 
     def _take_up_jobs(self) -> None:
-        """Takes up the jobs of the log, if all servers are there."""
+        """Takes up the jobs of the log, if all servers are there, or enough of them."""
         with self._changed:
-            if self._missing() or not self._waiting:
+            seconds = self._clock() - self._began
+            is_late = seconds > self._settings.lease_seconds
+            if not self._waiting or (self._missing() and not is_late):
                 return
-            while self._waiting:
-                history = make_history(self._log.read(self._waiting[0]))
-                assert history.spec is not None, self._waiting[0]
-                spec = parse_spec(history.spec, history.spec["version"])
+            for name in list(self._waiting):
+                history = make_history(self._log.read(name))
+                assert history.spec is not None, name
+                spec, placement = (
+                    parse_spec(history.spec, history.spec["version"]),
+                    history.placement,
+                )
+                if self._missing() and not (
+                    placement and placement.is_held_by(spec.layout, name, self._servers)
+                ):
+                    continue  # one of its only copies may still come
                 self._start(spec, self._group(spec))
-                del self._waiting[0]  # not before: a later one may fail, and try again
+                self._waiting.remove(name)  # not before: it may fail, and try again
             self._changed.notify_all()
 
     def _open(self, spec: JobSpec) -> Driver:
@@ -339,7 +354,18 @@ class Coordinator:
     def _group(self, spec: JobSpec) -> ServerGroup:
         servers = [registered.server for registered in self._servers.values()]
         log = self._log
-        return ServerGroup(spec.job, spec.layout, servers, log.term, log.check)
+
+        def record(placement: Placement, why: str) -> None:
+            body = {"placement": placement.to_json(), "why": why}
+            log.append(spec.job, "placement", body)
+            names = ", ".join(placement.members)
+            self._say(f"{spec.job}: {why}; blocks belong to {names}")
+
+        return ServerGroup(
+            *(spec.job, spec.layout, servers, log.term, log.check),
+            copies=spec.copies,
+            record=record,
+        )
 
     def _on_failure(self, job: str, message: str, must_fix: bool) -> None:
         self._say(f"{job}: {message}")

@@ -5,6 +5,7 @@ Kinds of entries:
 | kind | body |
 |---|---|
 | spec | the spec of the job, and the names of its servers |
+| placement | where the blocks are from then on, if they may move |
 | initialized | the servers hold version 0 |
 | event | an event of the engine, and what was sent along with it |
 | evaluation | a row that a learner reported; its `step` is a version |
@@ -18,6 +19,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from ..blocks.placement import Placement
 from .log import Entry
 
 # What a rollback abandons. The others are facts that stay true.
@@ -29,6 +31,7 @@ class History:
     """What the log of a job amounts to.
 
     Attributes:
+      placement: the newest one; None if blocks never move.
       entries: events, evaluations, commits and rollbacks that count, in order.
       commits: the commits that count, by version.
       evaluations: the rows of the evaluations that count, oldest first.
@@ -39,6 +42,7 @@ class History:
 
     spec: dict[str, Any] | None
     servers: tuple[str, ...]
+    placement: Placement | None
     is_initialized: bool
     is_finished: bool
     entries: tuple[Entry, ...]
@@ -60,6 +64,7 @@ def make_history(entries: Iterable[Entry]) -> History:
     counting, abandoned = _divide(entries)
     kinds = {entry.kind for entry in counting}
     specs = [entry.body for entry in counting if entry.kind == "spec"]
+    placed = [e.body["placement"] for e in counting if e.kind == "placement"]
     kept = ("event", "evaluation", "commit", "rollback")
     steps = [e for e in counting if e.kind in kept]
     commits, cuts, event = {}, {0: 0}, 0
@@ -73,6 +78,7 @@ def make_history(entries: Iterable[Entry]) -> History:
     return History(
         spec=specs[0]["spec"] if specs else None,
         servers=tuple(specs[-1]["servers"]) if specs else (),
+        placement=Placement.from_json(placed[-1]) if placed else None,
         is_initialized="initialized" in kinds,
         is_finished="finished" in kinds,
         entries=tuple(steps),

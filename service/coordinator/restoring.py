@@ -10,6 +10,7 @@ from ..wire.errors import Refused
 from .checkpoints import Checkpoint
 from .history import History, make_history
 from .job import Job
+from .servers import BlocksLost
 
 
 def start(job: Job) -> None:
@@ -28,15 +29,24 @@ def start(job: Job) -> None:
         _roll_back(job, "the servers do not have its newest version")
 
 
+def restart(job: Job, error: BlocksLost) -> None:
+    """Goes on from a checkpoint with the servers that are left; all join again."""
+    if not job.is_initialized:
+        raise error
+    _roll_back(job, str(error))
+
+
 def _read(job: Job) -> History:
     return make_history(job.around.log.read(job.spec.job))
 
 
 def _is_held(job: Job, history: History) -> bool:
     """Returns whether the servers have what the log says, but for the last commit."""
+    expected = {history.version, history.version - 1} - {-1}
+    if history.placement is not None:
+        return job.servers.resume(history.placement, expected)
     if list(history.servers) != job.servers.names:
         return False
-    expected = {history.version, history.version - 1} - {-1}
     try:
         answers = job.servers.all("Status", {})
     except Refused:  # a server that does not know the job
@@ -55,6 +65,8 @@ def _roll_back(job: Job, reason: str) -> None:
     """Loads the newest checkpoint that all servers can load, and says so."""
     history, spec, say = _read(job), job.spec, job.around.say
     say(f"{spec.job}: {reason}; looking for its newest checkpoint")
+    if spec.copies > 1:
+        job.servers.reform()
     for fault in job.checkpoints.find()[1]:
         say(f"{spec.job}: not usable as a checkpoint: {fault}")
     for checkpoint in _usable(job, history):

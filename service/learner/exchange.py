@@ -268,20 +268,29 @@ class Exchange:
             "blocks": as_ranges(before.blocks),
             **facts,
         }
-        pushed = pulled = 0
+        pushed, pulled, has_moved = 0, 0, False
+        assert self._mover is not None
+        mover = self._mover
 
         def push() -> dict[str, Any]:
             with _rejoining():
+                if has_moved:
+                    mover.refresh()
                 count = self._push(sent, before.round)
-            return {"bytes": count, "pulled": self._pulled}
+            return {"bytes": count, "pulled": self._pulled, "epoch": mover.epoch}
 
         def contribute(reports: list[dict[str, Any]]) -> dict[str, Any]:
             nonlocal pushed, pulled
-            pushed = sum(report["bytes"] for report in reports)
+            pushed += sum(report["bytes"] for report in reports)
             pulled = sum(report["pulled"] for report in reports)
-            return self._client.contribute({**contribution, "bytes": pushed})
+            epoch = min(report["epoch"] for report in reports)
+            sent_to = {"bytes": pushed, "epoch": epoch}
+            return self._client.contribute({**contribution, **sent_to})
 
-        in_all(self._group, "contribution", push, contribute)
+        answer = in_all(self._group, "contribution", push, contribute)
+        while answer["state"] == "moved":  # servers have come that need it too
+            has_moved = True
+            answer = in_all(self._group, "contribution", push, contribute)
         turn = self._wait_for_turn(before.round)
         if not turn.is_done and turn.round != before.round + 1:
             fragment = None  # it continues elsewhere, from a whole version

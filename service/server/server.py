@@ -4,6 +4,8 @@
 and tells a coordinator that it is there.
 """
 
+import contextlib
+import functools
 import json
 import logging
 import threading
@@ -13,10 +15,11 @@ from typing import Any
 
 from ..blocks.box import Box
 from ..wire import tensors
-from ..wire.calls import Download, Message, Server, Upload
+from ..wire.calls import Channel, Download, Message, Server, Upload
 from ..wire.coordinators import reach
 from ..wire.credentials import Tls
 from ..wire.errors import OldTerm, Refused, Unavailable
+from . import copying
 from .fence import Fence
 from .receiving import Receiving
 from .store import BlockStore
@@ -26,6 +29,7 @@ BEAT_SECONDS = 2.0
 RETRY_SECONDS = 0.5  # while no coordinator answers
 # With the last server the coordinator takes up its jobs, which loads checkpoints.
 REGISTER_SECONDS = 300.0
+FETCH_SECONDS = 10.0  # commits wait meanwhile
 # What a store is made of; the rest of a job's spec is for others.
 PARTS = ("layout", "policy", "update")
 _LOG = logging.getLogger(__name__)
@@ -40,17 +44,24 @@ class BlockServer:
       fence: refuses the orders of a coordinator that was deposed.
     """
 
-    def __init__(self, make_update: MakeUpdate = no_optimizers):
+    def __init__(
+        self,
+        make_update: MakeUpdate = no_optimizers,
+        connect: Callable[[str], Channel] = Channel,
+    ):
         """Args:
         make_update: makes the updates that run a trainer's own optimizer.
+        connect: makes a channel to another server, from its address.
         """
-        self._make_update = make_update
+        self._make_update, self._connect = make_update, connect
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[Mapping[str, Any], BlockStore]] = {}
         self._moved = {"received_bytes": 0, "sent_bytes": 0}  # since it was started
         self.fence = Fence()
         orders: dict[str, Callable[[Message], Message]] = {
             "Create": self.create,
+            "Place": self.place,
+            "Fetch": self.fetch,
             "Merge": self.merge,
             "Apply": self.apply,
             "Digest": self.digest,
@@ -63,7 +74,11 @@ class BlockServer:
             name: self.fence.guarded(order) for name, order in orders.items()
         }
         self.methods["Status"] = self.status
-        self.streams = {"Push": Upload(self.push), "Pull": Download(self.pull)}
+        self.streams = {
+            "Push": Upload(self.push),
+            "Pull": Download(self.pull),
+            "Copy": Download(self.copy),
+        }
 
     def create(self, message: Message) -> Message:
         """Makes the store of a job; keeps the one that is there for the same blocks.
@@ -84,9 +99,41 @@ class BlockServer:
                 if store.owned == tuple(sorted(blocks)):
                     return {"version": store.newest}
                 _LOG.warning("job %r: other blocks than before; starts empty", job)
-            store = BlockStore(spec, blocks, make_update=self._make_update)
+            store = BlockStore(
+                *(spec, blocks),
+                make_update=self._make_update,
+                version=message.get("newest"),
+            )
             self._jobs[job] = spec, store
             return {"version": store.newest}
+
+    def place(self, message: Message) -> Message:
+        """Says which blocks belong here, and which of them count."""
+        job, blocks, counted = fields(message, "job", "blocks", "counted")
+        self._store(job).place(blocks, counted)
+        return {}
+
+    def fetch(self, message: Message) -> Message:
+        """Copies blocks from the server at an address; says which have arrived."""
+        job, source, version, blocks = fields(
+            message, "job", "source", "version", "blocks"
+        )
+        store, channel = self._store(job), self._connect(source)
+        about = {"job": job, "version": version, "blocks": blocks}
+        arrived: list[int] = []
+        failed = None
+        try:
+            with contextlib.closing(channel):
+                stream = channel.download("Copy", about, FETCH_SECONDS)
+                arrived.extend(copying.decode(store, stream))
+        except (ConnectionError, Refused) as error:  # the other server is lost, maybe
+            failed = f"blocks did not arrive from {source}: {error}"
+        return {"arrived": arrived, "failed": failed}
+
+    def copy(self, message: Message) -> Iterator[bytes]:
+        """Sends blocks to another server."""
+        job, version, blocks = fields(message, "job", "version", "blocks")
+        return self._counted(copying.encode(self._store(job), version, blocks))
 
     def push(self, messages: Iterator[bytes]) -> Message:
         """Receives pieces of a contribution, after a message that says whose."""
@@ -242,7 +289,8 @@ class ServerProcess:
         host: under which others reach this machine; that of `bind` by default.
         coordinator: address to register at; those of several with commas between.
         """
-        self.blocks = BlockServer(make_update)
+        connect = functools.partial(Channel, token=token, tls=tls)
+        self.blocks = BlockServer(make_update, connect)
         self._server = Server(
             bind, self.blocks.methods, self.blocks.streams, token, tls
         )

@@ -9,7 +9,9 @@ from relays import relays
 from meshloom.service.blocks import hashing
 from meshloom.service.blocks.box import Box
 from meshloom.service.blocks.layout import Leaf, make_layout
+from meshloom.service.blocks.placement import Placement
 from meshloom.service.learner.mover import Mover
+from meshloom.service.learner.servers import Servers
 from meshloom.service.learner.shards import to_pieces
 from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel
@@ -48,16 +50,20 @@ def service(request):
     assert len(layout.blocks) > 24
     servers = [ServerProcess(), ServerProcess()]
     with relays(*(server.address for server in servers)) as made:
-        addresses = [relay.address for relay in made]
+        addresses = tuple(relay.address for relay in made)
         owners = hashing.owners(layout, "job", addresses)
         channels = {address: Channel(address) for address in addresses}
+        placement = Placement(copies=1, before=addresses, members=addresses)
+        opened = {"servers": dict(zip(addresses, addresses, strict=True))}
+        opened["placement"] = placement.to_json()
         spec = {"job": "job", "policy": {"outer": OUTER, "compensation": 0.0}}
         spec |= {"layout": layout.to_json(), "update": {"kind": "outer"}}
         for address, channel in channels.items():
             blocks = [block for block, owner in owners.items() if owner == address]
             assert len(blocks) > 2
             channel.call("Create", {"job": "job", "spec": spec, "blocks": blocks})
-        mover = Mover("job", layout, owners, channels)
+        servers_of = Servers("job", layout, opened, Channel, lambda: opened)
+        mover = Mover("job", layout, servers_of)
         yield layout, mover, made
         mover.close()
     for server in servers:

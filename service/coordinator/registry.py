@@ -1,0 +1,49 @@
+"""The servers that are there, as a coordinator hears of them."""
+
+import dataclasses
+from collections.abc import Container
+
+from .servers import RemoteServer
+from .settings import Settings
+from .status import ServerBeats
+
+
+@dataclasses.dataclass
+class Registered:
+    """A server that said it is there, and what it said since."""
+
+    server: RemoteServer
+    beats: ServerBeats
+
+
+class Registry(dict[str, Registered]):
+    """Servers by name; whoever uses it holds the coordinator's lock."""
+
+    def __init__(self, settings: Settings, now: float):
+        super().__init__()
+        self._settings, self._looked = settings, now
+
+    def take_lost(
+        self, now: float, spared: Container[str]
+    ) -> dict[str, tuple[RemoteServer, str]]:
+        """Removes servers that were not heard of; returns them with the reason.
+
+        Args:
+          spared: servers of which others have all that they hold; the others are
+            waited for longer.
+        """
+        long, short = self._settings.lease_seconds, self._settings.failover_seconds
+        if now - self._looked > short / 2:
+            # This process was paused, and heard nobody: all get another lease.
+            for registered in self.values():
+                registered.beats.heard = now
+        self._looked = now
+        lost = {}
+        for name, registered in self.items():
+            limit = short if name in spared else long
+            if now - registered.beats.heard > limit:
+                why = f"server {name} is lost: not heard of for {limit:g} s"
+                lost[name] = registered.server, why
+        for name in lost:
+            del self[name]
+        return lost

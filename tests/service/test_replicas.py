@@ -1,0 +1,246 @@
+"""Blocks with two copies: servers die, come and go, and the parameters are the same.
+
+The processes are real but for their memory: coordinator, servers and learners are in
+this one, and talk over sockets. A server is killed by closing its port.
+"""
+
+import json
+import os
+import threading
+import time
+from importlib import metadata
+
+import pytest
+from job_specs import job_spec
+from playing import Player
+
+from meshloom.service.blocks.layout import Leaf, make_layout
+from meshloom.service.coordinator.coordinator import Coordinator
+from meshloom.service.coordinator.history import make_history
+from meshloom.service.coordinator.servers import RemoteServer
+from meshloom.service.coordinator.settings import Settings
+from meshloom.service.rounds.policy import Outer, Policy
+from meshloom.service.server import server as server_lib
+from meshloom.service.server.server import ServerProcess
+from meshloom.service.wire.calls import Channel, Server
+
+LEAVES = [
+    Leaf("table", (60, 40), "float32", (None, "embed")),
+    Leaf("up", (3, 20, 40), "bfloat16", ("layer", None, "ff")),
+    Leaf("scale", (), "float32", ()),
+]
+LAYOUT = make_layout(LEAVES, block_bytes=400)
+ROUNDS = 12
+LIMIT = 60.0
+
+
+def spec_of(**changes):
+    outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)  # with a state
+    policy = Policy(local_steps=2, outer=outer, quorum=1.0)
+    facts = {"num_rounds": ROUNDS, "version": metadata.version("meshloom")}
+    return job_spec(policy, LAYOUT, **{"copies": 2, **facts, **changes})
+
+
+class World:
+    """A coordinator and servers, in threads."""
+
+    def __init__(self, folder, num_servers: int):
+        self.folder, self.said = folder, []
+        self.servers: dict[str, ServerProcess] = {}
+        self.num_servers = num_servers
+        self._is_over = threading.Event()
+        self.coordinate()
+        for index in range(num_servers):
+            self.add(f"s{index}")
+
+    def coordinate(self, port: int = 0) -> None:
+        self.coordinator = Coordinator(
+            self.folder,
+            num_servers=self.num_servers,
+            version=metadata.version("meshloom"),
+            settings=Settings(failover_seconds=2.0, save_every=4),
+            connect=lambda n, a: RemoteServer(n, a, Channel(a)),
+            clock=time.monotonic,
+            say=self.said.append,
+        )
+        self.port = Server(f"127.0.0.1:{port}", self.coordinator.methods)
+        self.address = f"127.0.0.1:{self.port.port}"
+        self._watching = threading.Thread(target=self._watch, args=(self.coordinator,))
+        self._watching.start()
+
+    def _watch(self, coordinator) -> None:
+        while coordinator is self.coordinator and not self._is_over.wait(0.05):
+            coordinator.watch()
+
+    def add(self, name: str) -> None:
+        self.servers[name] = ServerProcess(name=name, coordinator=self.address)
+
+    def kill(self, name: str) -> None:
+        process = self.servers.pop(name)
+        process._is_closing.set()  # it beats no more
+        process._server.close(0)
+
+    @property
+    def job(self):
+        return self.coordinator._drivers["run"].job
+
+    def until(self, is_so) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not is_so():
+            assert self.coordinator.failure is None, self.coordinator.failure
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+    def final(self) -> dict:
+        self.until(lambda: (self.folder / "run" / "final.json").exists())
+        return json.loads((self.folder / "run" / "final.json").read_text())["digests"]
+
+    def rows(self) -> list[dict]:
+        text = (self.folder / "run" / "commits.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._watching.join()
+        for process in self.servers.values():
+            process._is_closing.set()
+        self.port.close(0)
+        self.coordinator.close()
+        for process in self.servers.values():
+            process.close()
+
+
+@pytest.fixture
+def make_world(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_lib, "BEAT_SECONDS", 0.25)
+    monkeypatch.setattr(server_lib, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is lost
+    worlds: list[World] = []
+
+    def make(name: str, num_servers: int) -> World:
+        worlds.append(World(tmp_path / name, num_servers))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def play(world: World, acts=(), **changes) -> list[Player]:
+    """Plays a job to its end; acts are (version, what to do once it is there)."""
+    acts = dict(acts)
+    players: list[Player] = []
+
+    def act(round: int) -> None:
+        if (now := acts.pop(round, None)) is not None:
+            now()
+
+    spec = spec_of(**changes)
+    for index in range(2):
+        pause = act if index == 0 else lambda round: None
+        players.append(Player(world.address, spec, index, pause).start())
+    for player in players:
+        player.finish(LIMIT)
+    assert not acts
+    return players
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The digests of a training in which nothing happens, with one copy."""
+    world = World(tmp_path_factory.mktemp("whole"), 1)
+    try:
+        play(world, copies=1)
+        return world.final()
+    finally:
+        world.close()
+
+
+def check_rounds(world: World) -> None:
+    rows = world.rows()
+    used = [[(c["learner"], c["round"]) for c in r["contributions"]] for r in rows]
+    assert used == [[(0, n), (1, n)] for n in range(1, ROUNDS + 1)]
+
+
+def test_a_server_is_killed_and_nothing_is_lost(make_world, expected):
+    world = make_world("killed", 2)
+    began = time.monotonic()
+    players = play(world, {3: lambda: world.kill("s0")})
+    assert world.final() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+    assert time.monotonic() - began < 30
+    assert any("server s0 is lost" in line for line in world.said), world.said
+    assert not any("abandoned" in line for line in world.said)
+    entries = world.coordinator._log.read("run")
+    placement = make_history(entries).placement
+    assert placement.members == ("s1",) and placement.is_settled
+
+
+def test_a_new_backup_is_filled_while_training_goes_on(make_world, expected):
+    """Each of the servers that were there at first dies, one after the other."""
+    world = make_world("refilled", 3)
+
+    def replace(old: str, new: str):
+        def act() -> None:
+            epoch = world.job.servers.placement.epoch
+            world.kill(old)
+            world.add(new)
+            job = world.job
+            world.until(
+                lambda: (
+                    job.servers.placement.epoch > epoch
+                    and job.servers.placement.is_settled
+                    and new in job.servers.placement.members
+                )
+            )
+
+        return act
+
+    acts = {3: replace("s0", "s3"), 5: replace("s1", "s4"), 8: replace("s2", "s5")}
+    players = play(world, acts)
+    assert world.final() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+    placement = world.job.servers.placement
+    assert placement.members == ("s3", "s4", "s5") and placement.is_settled
+    held = world.job.servers.held
+    assert sum(map(len, held.values())) == 2 * len(LAYOUT.blocks)
+    assert all(blocks for blocks in held.values())
+    assert not any("abandoned" in line for line in world.said)
+
+
+def test_a_server_that_comes_takes_its_share(make_world, expected):
+    world = make_world("grown", 3)
+    before = {}
+
+    def grow() -> None:
+        before.update({n: set(x) for n, x in world.job.servers.held.items()})
+        world.add("s3")
+
+    play(world, {3: grow})
+    assert world.final() == expected
+    after = world.job.servers.held
+    assert world.job.servers.placement.members == ("s0", "s1", "s2", "s3")
+    # Nobody but the new server got a block.
+    assert after["s3"] and all(after[name] <= before[name] for name in before)
+    assert sum(map(len, after.values())) == 2 * len(LAYOUT.blocks)
+    share = len(after["s3"]) / (2 * len(LAYOUT.blocks))
+    assert 0.15 < share < 0.35, share  # ideally a quarter
+
+
+def test_the_loss_of_both_copies_goes_back_to_a_checkpoint(make_world, expected):
+    world = make_world("lost", 3)
+
+    def kill() -> None:
+        world.kill("s0")
+        world.kill("s1")
+
+    players = play(world, {7: kill})
+    assert world.final() == expected
+    assert [player.joined for player in players] == [2, 2]
+    assert any("continues from version 4; 2 commits abandoned" in x for x in world.said)
+    blocks = sorted(
+        tuple(b) for r in world.rows() for c in r["contributions"] for b in c["blocks"]
+    )
+    assert blocks == [(2 * k, 2 * k + 2) for k in range(2 * ROUNDS)]
