@@ -6,14 +6,14 @@ job's own thread (driver.py) or wait at its board.
 
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..blocks.placement import Placement
 from ..store.store import Deposed
 from ..wire.errors import NotLeader, Refused, Unavailable
-from . import disk, status
+from . import disk, requests, status
 from .driver import Driver
 from .history import make_history
 from .job import Job
@@ -70,6 +70,7 @@ class Coordinator:
         methods: dict[str, Callable[[Message], Message]] = {
             "RegisterServer": self.register_server,
             "Beat": self.beat,
+            "LeaveServer": self.leave_server,
             "OpenJob": self.open_job,
             "Initialized": lambda m: self._ask("initialize", m),
             "Join": lambda m: self._ask("join", m),
@@ -88,7 +89,7 @@ class Coordinator:
 
     def register_server(self, message: Message) -> Message:
         """Takes in a server. Jobs of the log are taken up once all are there."""
-        name, address = (_text(message, field) for field in ("name", "address"))
+        name, address = (requests.text(message, field) for field in ("name", "address"))
         if (found := message.get("version", self._version)) != self._version:
             raise Refused(
                 f"server {name} runs meshloom {found}, the coordinator "
@@ -114,12 +115,27 @@ class Coordinator:
         return {"lease_seconds": lease, "term": self._log.term}
 
     def beat(self, message: Message) -> Message:
-        name = _text(message, "name")
+        name = requests.text(message, "name")
         with self._changed:
             if name not in self._servers:
                 raise Refused(f"server {name} is not registered here: register again")
             self._servers[name].beats.hear(message, self._clock())
         return {}
+
+    def leave_server(self, message: Message) -> Message:
+        """Lets a server go once others have its blocks; to be asked again until then.
+
+        The only copies of blocks stay where they are.
+        """
+        name = requests.text(message, "name")
+        with self._changed:
+            if (registered := self._servers.get(name)) is None:
+                return {"is_free": True}
+            registered.is_leaving = True
+            groups = [driver.job.servers for driver in self._drivers.values()]
+        for group in groups:
+            group.leave(name)
+        return {"is_free": all(group.is_free(name) for group in groups)}
 
     # Calls of learners.
 
@@ -137,7 +153,7 @@ class Coordinator:
 
     def alive(self, message: Message) -> Message:
         """Renews a lease. The answer may be that the learner must join again."""
-        learner, incarnation = _who(message)
+        learner, incarnation = requests.who(message)
         board = self._driver(message).job.board
         board.check()
         board.hear(learner, incarnation, self._clock())
@@ -148,7 +164,7 @@ class Coordinator:
 
     def next(self, message: Message) -> Message:
         """Waits until a learner may do a round after `round`."""
-        learner, incarnation = _who(message)
+        learner, incarnation = requests.who(message)
         after = message.get("round", 0)
         seconds = message.get("seconds", POLL_SECONDS)
         if type(after) is not int or not isinstance(seconds, int | float):
@@ -230,7 +246,8 @@ class Coordinator:
             for group in groups:
                 names[group.placement.copies > 1].update(group.names)
             spared = names[True] - names[False]
-            lost = self._servers.take_lost(self._clock(), spared)
+            busy = names[True] | names[False]
+            lost = self._servers.take_lost(self._clock(), spared, busy)
         for name, (server, reason) in lost.items():
             self._say(reason)
             for driver in drivers:
@@ -285,7 +302,7 @@ class Coordinator:
                 )
 
     def _driver(self, message: Message) -> Driver:
-        name = _text(message, "job")
+        name = requests.text(message, "job")
         self._await(lambda: name not in self._waiting, "servers")
         with self._changed:
             if name not in self._drivers:
@@ -376,20 +393,3 @@ class Coordinator:
             if self._failure is None:
                 self._failure, self._must_fix = reason, must_fix
             self._changed.notify_all()
-
-
-def _text(message: Mapping[str, Any], name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str) or not value:
-        raise Refused(f"{name} is {value!r}, expected a name")
-    return value
-
-
-def _who(message: Mapping[str, Any]) -> tuple[int, int]:
-    learner, incarnation = message.get("learner"), message.get("incarnation")
-    if type(learner) is not int or type(incarnation) is not int:
-        raise Refused(
-            f"learner is {learner!r} and incarnation {incarnation!r}, expected whole "
-            "numbers"
-        )
-    return learner, incarnation

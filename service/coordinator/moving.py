@@ -37,6 +37,8 @@ class Moving:
                 self._move_some()
             elif servers.newcomers:
                 self._take_in()
+            else:
+                self._let_go()
         except ServerLost as error:
             servers.lose(error)
 
@@ -56,6 +58,16 @@ class Moving:
             servers.each(method, dict.fromkeys(new, message))
         changed = placement.with_members((*placement.members, *new))
         servers.change(changed, f"servers that have come: {', '.join(new)}")
+
+    def _let_go(self) -> None:
+        """Moves away the blocks of servers that ask to leave, if others are there."""
+        servers = self._job.servers
+        placement = servers.placement
+        leaving = sorted(servers.leaving & {*placement.members})
+        rest = tuple(name for name in placement.members if name not in leaving)
+        if leaving and rest:
+            why = f"servers that ask to leave: {', '.join(leaving)}"
+            servers.change(placement.with_members(rest), why)
 
     def _plan(self) -> None:
         """Lists the blocks that each server lacks."""

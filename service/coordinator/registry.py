@@ -10,10 +10,15 @@ from .status import ServerBeats
 
 @dataclasses.dataclass
 class Registered:
-    """A server that said it is there, and what it said since."""
+    """A server that said it is there, and what it said since.
+
+    Attributes:
+      is_leaving: whether it has asked to leave.
+    """
 
     server: RemoteServer
     beats: ServerBeats
+    is_leaving: bool = False
 
 
 class Registry(dict[str, Registered]):
@@ -24,13 +29,14 @@ class Registry(dict[str, Registered]):
         self._settings, self._looked = settings, now
 
     def take_lost(
-        self, now: float, spared: Container[str]
+        self, now: float, spared: Container[str], busy: Container[str]
     ) -> dict[str, tuple[RemoteServer, str]]:
         """Removes servers that were not heard of; returns them with the reason.
 
         Args:
           spared: servers of which others have all that they hold; the others are
             waited for longer.
+          busy: servers that have a part in a job.
         """
         long, short = self._settings.lease_seconds, self._settings.failover_seconds
         if now - self._looked > short / 2:
@@ -43,6 +49,8 @@ class Registry(dict[str, Registered]):
             limit = short if name in spared else long
             if now - registered.beats.heard > limit:
                 why = f"server {name} is lost: not heard of for {limit:g} s"
+                if registered.is_leaving and name not in busy:
+                    why = f"server {name} has left"
                 lost[name] = registered.server, why
         for name in lost:
             del self[name]

@@ -86,7 +86,8 @@ class ServerGroup:
     """The servers of one job, and which of them has which block.
 
     With several copies of each block, a server that is lost leaves the group, and calls
-    go on with the others. All but `note` and `describe` is for the thread of the job.
+    go on with the others. All but `note`, `leave`, `is_free` and `describe` is for the
+    thread of the job.
 
     Attributes:
       placement: where the blocks are, and where they shall be.
@@ -114,6 +115,7 @@ class ServerGroup:
         self._layout, self._record = layout, record
         self._servers = {server.name: server for server in servers}
         self._noted: queue.SimpleQueue[tuple[str, Server | None]] = queue.SimpleQueue()
+        self.leaving: set[str] = set()  # servers that asked for it
         self.held: dict[str, set[int]] = {}
         self.placement = Placement(copies=copies, epoch=-1, before=(), members=())
         self.reform()
@@ -146,7 +148,8 @@ class ServerGroup:
     @property
     def newcomers(self) -> list[str]:
         """Servers that are there and have no part in the job."""
-        return sorted(self._servers.keys() - {*self.placement.live})
+        known = self._servers.keys() - self.leaving
+        return sorted(known - {*self.placement.live})
 
     def address(self, name: str) -> str:
         return self._servers[name].address
@@ -241,10 +244,19 @@ class ServerGroup:
         """Notes that a server is lost (None), or has come; for any thread."""
         self._noted.put((name, server))
 
+    def is_free(self, name: str) -> bool:
+        """Returns whether a server has no part in the job; for any thread."""
+        return name not in self.placement.live and name not in self._told.live
+
+    def leave(self, name: str) -> None:
+        """Notes that a server asks to leave, once others have its blocks."""
+        self.leaving.add(name)
+
     def take_notes(self) -> None:
         """Takes in servers that have come, and lets go of those that are lost."""
         while not self._noted.empty():
             name, server = self._noted.get()
+            self.leaving.discard(name)
             if server is not None:
                 self._servers[name] = server
             elif name in self.placement.live:
@@ -272,6 +284,7 @@ class ServerGroup:
         self.placement = placement
         for name in gone:
             self._servers.pop(name, None)
+            self.held.pop(name, None)
         self._tell()
 
     def record(self, why: str) -> None:

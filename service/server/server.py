@@ -309,6 +309,11 @@ class ServerProcess:
             self._thread = threading.Thread(target=self._beat, daemon=True)
             self._thread.start()
 
+    def may_leave(self) -> bool:
+        """Asks the coordinator to leave; returns whether no job needs this server."""
+        answer = self._channel.call("LeaveServer", {"name": self.name}, BEAT_SECONDS)
+        return bool(answer["is_free"])
+
     def close(self) -> None:
         """Stops beating and answering."""
         self._is_closing.set()

@@ -10,6 +10,7 @@ import threading
 import time
 from importlib import metadata
 
+import numpy as np
 import pytest
 from job_specs import job_spec
 from playing import Player
@@ -32,6 +33,7 @@ LEAVES = [
 LAYOUT = make_layout(LEAVES, block_bytes=400)
 ROUNDS = 12
 LIMIT = 60.0
+LEASE = 8.0
 
 
 def spec_of(**changes):
@@ -58,7 +60,7 @@ class World:
             self.folder,
             num_servers=self.num_servers,
             version=metadata.version("meshloom"),
-            settings=Settings(failover_seconds=2.0, save_every=4),
+            settings=Settings(lease_seconds=LEASE, failover_seconds=2.0, save_every=4),
             connect=lambda n, a: RemoteServer(n, a, Channel(a)),
             clock=time.monotonic,
             say=self.said.append,
@@ -71,6 +73,16 @@ class World:
     def _watch(self, coordinator) -> None:
         while coordinator is self.coordinator and not self._is_over.wait(0.05):
             coordinator.watch()
+
+    def restart(self, meanwhile) -> None:
+        """Replaces the coordinator by one with the same port and folder."""
+        old, port = self.coordinator, self.port
+        self.coordinator = None
+        self._watching.join()
+        self.port.close(0)
+        old.close()
+        meanwhile()
+        self.coordinate(port.port)
 
     def add(self, name: str) -> None:
         self.servers[name] = ServerProcess(name=name, coordinator=self.address)
@@ -91,9 +103,12 @@ class World:
             assert time.monotonic() < deadline, self.said
             time.sleep(0.01)
 
-    def final(self) -> dict:
-        self.until(lambda: (self.folder / "run" / "final.json").exists())
-        return json.loads((self.folder / "run" / "final.json").read_text())["digests"]
+    def end(self) -> tuple[dict, list]:
+        """Returns the final digests, and the norms of all updates."""
+        final = self.folder / "run" / "final.json"
+        self.until(final.exists)
+        norms = [np.float32(row["norm"]) for row in self.rows()]
+        return json.loads(final.read_text())["digests"], norms
 
     def rows(self) -> list[dict]:
         text = (self.folder / "run" / "commits.jsonl").read_text()
@@ -147,11 +162,11 @@ def play(world: World, acts=(), **changes) -> list[Player]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The digests of a training in which nothing happens, with one copy."""
+    """The end of a training in which nothing happens, with one copy."""
     world = World(tmp_path_factory.mktemp("whole"), 1)
     try:
         play(world, copies=1)
-        return world.final()
+        return world.end()
     finally:
         world.close()
 
@@ -166,7 +181,7 @@ def test_a_server_is_killed_and_nothing_is_lost(make_world, expected):
     world = make_world("killed", 2)
     began = time.monotonic()
     players = play(world, {3: lambda: world.kill("s0")})
-    assert world.final() == expected
+    assert world.end() == expected
     check_rounds(world)
     assert [player.joined for player in players] == [1, 1]
     assert time.monotonic() - began < 30
@@ -199,7 +214,7 @@ def test_a_new_backup_is_filled_while_training_goes_on(make_world, expected):
 
     acts = {3: replace("s0", "s3"), 5: replace("s1", "s4"), 8: replace("s2", "s5")}
     players = play(world, acts)
-    assert world.final() == expected
+    assert world.end() == expected
     check_rounds(world)
     assert [player.joined for player in players] == [1, 1]
     placement = world.job.servers.placement
@@ -219,7 +234,7 @@ def test_a_server_that_comes_takes_its_share(make_world, expected):
         world.add("s3")
 
     play(world, {3: grow})
-    assert world.final() == expected
+    assert world.end() == expected
     after = world.job.servers.held
     assert world.job.servers.placement.members == ("s0", "s1", "s2", "s3")
     # Nobody but the new server got a block.
@@ -237,10 +252,46 @@ def test_the_loss_of_both_copies_goes_back_to_a_checkpoint(make_world, expected)
         world.kill("s1")
 
     players = play(world, {7: kill})
-    assert world.final() == expected
+    assert world.end() == expected
     assert [player.joined for player in players] == [2, 2]
     assert any("continues from version 4; 2 commits abandoned" in x for x in world.said)
     blocks = sorted(
         tuple(b) for r in world.rows() for c in r["contributions"] for b in c["blocks"]
     )
     assert blocks == [(2 * k, 2 * k + 2) for k in range(2 * ROUNDS)]
+
+
+def test_a_server_that_asks_to_leave_takes_no_block_with_it(make_world, expected):
+    world = make_world("left", 3)
+    before = {}
+
+    def leave() -> None:
+        before.update({n: set(x) for n, x in world.job.servers.held.items()})
+        world.until(world.servers["s1"].may_leave)
+        world.kill("s1")
+
+    play(world, {3: leave})
+    assert world.end() == expected
+    assert world.job.servers.placement.members == ("s0", "s2")
+    after = world.job.servers.held
+    assert all(after[name] >= before[name] for name in ("s0", "s2"))
+    assert sum(map(len, after.values())) == 2 * len(LAYOUT.blocks)
+    world.until(lambda: any("server s1 has left" in line for line in world.said))
+    assert not any("is lost" in line for line in world.said), world.said
+
+
+def test_a_coordinator_and_a_server_that_die_together(make_world, expected):
+    """The next coordinator waits for the server for a while, and goes on without it."""
+    world = make_world("both", 3)
+
+    def kill() -> None:
+        port = world.port.port
+        world.restart(lambda: world.kill("s2"))
+        assert world.port.port == port
+
+    players = play(world, {4: kill})
+    assert world.end() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+    assert not any("abandoned" in line for line in world.said)
+    assert world.job.servers.placement.members == ("s0", "s1")
