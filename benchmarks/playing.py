@@ -32,6 +32,7 @@ class Player:
     Args:
       address: of the coordinator.
       pause: called before each round.
+      hold: called when a round was pushed, before the coordinator is told.
 
     Attributes:
       waits: seconds that each of its rounds took, from pushing to the next parameters.
@@ -44,13 +45,14 @@ class Player:
         spec: dict[str, Any],
         index: int,
         pause: Callable[[int], None] = lambda round: None,
+        hold: Callable[[int], None] = lambda round: None,
     ):
         self.address, self.spec, self.index = address, spec, index
         self.layout = Layout.from_json(spec["layout"])
         self.waits: list[float] = []
         self.version = self.joined = 0
         self.failure: Exception | None = None
-        self._pause = pause
+        self._pause, self._hold = pause, hold
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> "Player":
@@ -133,6 +135,7 @@ class Player:
                 mover.push(sent, self.index, client.incarnation, turn["round"])
             except (Refused, Unavailable):
                 return False
+            self._hold(turn["round"])
             answer = client.contribute({**about, "epoch": mover.epoch})
             if answer["state"] != "moved":
                 return answer["state"] == "ok"

@@ -35,7 +35,9 @@ class Moving:
         try:
             if not servers.placement.is_settled:
                 self._move_some()
-            elif servers.newcomers:
+                return
+            self._todo = {}  # of a placement that may have ended otherwise
+            if servers.newcomers:
                 self._take_in()
             else:
                 self._let_go()
@@ -110,11 +112,12 @@ class Moving:
         servers, layout = self._job.servers, self._job.spec.layout
         source, blocks, nbytes = "", [], 0
         for block in self._todo[name]:
-            holder = min(n for n, held in servers.held.items() if block in held)
+            source = source or min(n for n, x in servers.held.items() if block in x)
+            if block not in servers.held[source]:
+                continue
             nbytes += layout.block_bytes(block)
-            if blocks and (holder != source or nbytes > SLICE_BYTES):
+            if blocks and nbytes > SLICE_BYTES:
                 break
-            source = holder
             blocks.append(block)
         about = {"source": servers.address(source), "blocks": blocks}
         return {**about, "version": self._job.engine.version}

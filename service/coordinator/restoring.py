@@ -31,7 +31,7 @@ def start(job: Job) -> None:
 
 def restart(job: Job, error: BlocksLost) -> None:
     """Goes on from a checkpoint with the servers that are left; all join again."""
-    if not job.is_initialized:
+    if not job.is_initialized or not job.servers.is_left:
         raise error
     _roll_back(job, str(error))
 

@@ -126,8 +126,7 @@ class ServerGroup:
 
     def reform(self) -> None:
         """Places all blocks anew, on all servers that are there."""
-        if not self._servers:
-            raise ServerLost(self._job, "no server is left")
+        assert self._servers, "no server is left"
         copies, epoch = self.placement.copies, self.placement.epoch + 1
         found = hashing.holders(self._layout, self._job, [*self._servers], copies)
         # A small model may leave a server without a block: it has no part in the job,
@@ -144,6 +143,11 @@ class ServerGroup:
     @property
     def names(self) -> list[str]:
         return list(self.placement.live)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether any server is there."""
+        return bool(self._servers)
 
     @property
     def newcomers(self) -> list[str]:
@@ -203,7 +207,7 @@ class ServerGroup:
             try:
                 self.each("Create", orders)
             except ServerLost as error:
-                if self.placement.copies == 1:
+                if self.placement.copies == 1 or len(self._servers) == 1:
                     raise
                 del self._servers[error.name]
                 self.reform()

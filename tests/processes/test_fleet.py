@@ -156,6 +156,7 @@ def test_a_fleet_on_two_hosts(target, tmp_path):
         assert f"process 0 of 1 on host {host.name}, " in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_is_replaced_and_nobody_else_notices(tmp_path):
     """Two copies of each block, with AdamW's state; both servers of some blocks die."""
     flags = ["--cpu-devices", "1", "--servers", "3", "--copies", "2"]

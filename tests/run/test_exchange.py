@@ -50,6 +50,7 @@ def test_blocks_of_the_data_are_rows_of_batches_in_order():
         ({"paths": ("blocks/*",)}, "would never be trained"),
         ({"outer_momentum": 0.9}, "has no outer optimizer"),
         ({"block_bytes": 0}, "block_bytes must be >= 1, got 0"),
+        ({"copies": 3}, "copies must be 1 or 2, got 3"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

@@ -141,22 +141,26 @@ def make_world(tmp_path, monkeypatch):
         world.close()
 
 
-def play(world: World, acts=(), **changes) -> list[Player]:
-    """Plays a job to its end; acts are (version, what to do once it is there)."""
-    acts = dict(acts)
-    players: list[Player] = []
+def play(world: World, acts=(), holds=(), **changes) -> list[Player]:
+    """Plays a job to its end.
 
-    def act(round: int) -> None:
-        if (now := acts.pop(round, None)) is not None:
-            now()
+    Args:
+      acts: {round: what to do before learner 0 begins it}.
+      holds: the same, once learner 0 has pushed it, before it contributes.
+    """
+    acts, holds = dict(acts), dict(holds)
+
+    def doing(things):
+        return lambda round: things.pop(round, lambda: None)()
 
     spec = spec_of(**changes)
-    for index in range(2):
-        pause = act if index == 0 else lambda round: None
-        players.append(Player(world.address, spec, index, pause).start())
+    players = [
+        Player(world.address, spec, 0, doing(acts), doing(holds)).start(),
+        Player(world.address, spec, 1).start(),
+    ]
     for player in players:
         player.finish(LIMIT)
-    assert not acts
+    assert not acts and not holds
     return players
 
 
@@ -193,11 +197,15 @@ def test_a_server_is_killed_and_nothing_is_lost(make_world, expected):
 
 
 def test_a_new_backup_is_filled_while_training_goes_on(make_world, expected):
-    """Each of the servers that were there at first dies, one after the other."""
+    """Each of the servers that were there at first dies, one after the other.
+
+    Learner 1 has contributed by then: what it sent is copied too.
+    """
     world = make_world("refilled", 3)
 
-    def replace(old: str, new: str):
+    def replace(old: str, new: str, round: int):
         def act() -> None:
+            world.until(lambda: world.job.engine.members[1].contributed == round)
             epoch = world.job.servers.placement.epoch
             world.kill(old)
             world.add(new)
@@ -212,8 +220,8 @@ def test_a_new_backup_is_filled_while_training_goes_on(make_world, expected):
 
         return act
 
-    acts = {3: replace("s0", "s3"), 5: replace("s1", "s4"), 8: replace("s2", "s5")}
-    players = play(world, acts)
+    names = {3: ("s0", "s3"), 5: ("s1", "s4"), 8: ("s2", "s5")}
+    players = play(world, {n: replace(*pair, n) for n, pair in names.items()})
     assert world.end() == expected
     check_rounds(world)
     assert [player.joined for player in players] == [1, 1]
@@ -226,14 +234,16 @@ def test_a_new_backup_is_filled_while_training_goes_on(make_world, expected):
 
 
 def test_a_server_that_comes_takes_its_share(make_world, expected):
+    """What was pushed before it came, and not contributed, is pushed to it as well."""
     world = make_world("grown", 3)
     before = {}
 
     def grow() -> None:
         before.update({n: set(x) for n, x in world.job.servers.held.items()})
         world.add("s3")
+        world.until(lambda: "s3" in world.job.servers.placement.before)
 
-    play(world, {3: grow})
+    play(world, holds={3: grow})
     assert world.end() == expected
     after = world.job.servers.held
     assert world.job.servers.placement.members == ("s0", "s1", "s2", "s3")
