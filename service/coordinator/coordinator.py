@@ -327,10 +327,8 @@ class Coordinator:
             for name in list(self._waiting):
                 history = make_history(self._log.read(name))
                 assert history.spec is not None, name
-                spec, placement = (
-                    parse_spec(history.spec, history.spec["version"]),
-                    history.placement,
-                )
+                placement = history.placement
+                spec = parse_spec(history.spec, history.spec["version"])
                 if self._missing() and not (
                     placement and placement.is_held_by(spec.layout, name, self._servers)
                 ):

@@ -15,7 +15,9 @@ import pytest
 from job_specs import job_spec
 from playing import Player
 
+from meshloom.service.blocks import hashing
 from meshloom.service.blocks.layout import Leaf, make_layout
+from meshloom.service.coordinator import moving
 from meshloom.service.coordinator.coordinator import Coordinator
 from meshloom.service.coordinator.history import make_history
 from meshloom.service.coordinator.servers import RemoteServer
@@ -60,7 +62,7 @@ class World:
             self.folder,
             num_servers=self.num_servers,
             version=metadata.version("meshloom"),
-            settings=Settings(lease_seconds=LEASE, failover_seconds=2.0, save_every=4),
+            settings=Settings(lease_seconds=LEASE, failover_seconds=4.0, save_every=4),
             connect=lambda n, a: RemoteServer(n, a, Channel(a)),
             clock=time.monotonic,
             say=self.said.append,
@@ -127,7 +129,7 @@ class World:
 
 @pytest.fixture
 def make_world(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_lib, "BEAT_SECONDS", 0.25)
+    monkeypatch.setattr(server_lib, "BEAT_SECONDS", 0.5)
     monkeypatch.setattr(server_lib, "RETRY_SECONDS", 0.1)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is lost
     worlds: list[World] = []
@@ -269,6 +271,29 @@ def test_the_loss_of_both_copies_goes_back_to_a_checkpoint(make_world, expected)
         tuple(b) for r in world.rows() for c in r["contributions"] for b in c["blocks"]
     )
     assert blocks == [(2 * k, 2 * k + 2) for k in range(2 * ROUNDS)]
+
+
+def test_a_contribution_that_missed_a_new_server_is_sent_to_it(
+    make_world, expected, monkeypatch
+):
+    """Learners that do not know of it push where blocks were once they are copied."""
+    world, may_settle = make_world("missed", 3), threading.Event()
+    settle = moving.Moving._settle
+    monkeypatch.setattr(
+        moving.Moving, "_settle", lambda self: may_settle.is_set() and settle(self)
+    )
+    names = ["s0", "s1", "s2", "s3"]
+    found = hashing.holders(LAYOUT, "run", names, 2).items()
+    wanted = {block for block, servers in found if "s3" in servers}
+
+    def grow() -> None:
+        world.add("s3")
+        world.until(lambda: world.job.servers.held.get("s3") == wanted)
+
+    players = play(world, {3: grow, 5: may_settle.set})
+    assert world.end() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
 
 
 def test_a_server_that_asks_to_leave_takes_no_block_with_it(make_world, expected):

@@ -348,7 +348,8 @@ class StatusLines:
         now, found = self._clock(), []
         for name, status in jobs.items():
             then, before = self._shown.get(name, (now, None))
-            if before is None:
+            # A job that waits for servers has no version yet.
+            if before is None or "version" not in before:
                 self._shown[name] = now, status
             elif now - then >= STATUS_SECONDS:
                 self._shown[name] = now, status
