@@ -16,7 +16,7 @@ from meshloom.service.coordinator.settings import Settings
 from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel, Server
 from meshloom.trainer.cli import main
-from meshloom.trainer.commands import serve_status
+from meshloom.trainer.commands import serve, serve_status
 
 TOKEN = "secret"
 
@@ -187,3 +187,12 @@ def test_a_live_table_is_renewed(service, job, monkeypatch):
     text = console.export_text()
     assert text.count("joined") == 2 and text.count("no answer now: gone") == 1
     assert threading.active_count() > 1
+
+
+def test_a_job_that_waits_for_servers_at_first_has_a_status_line_later():
+    now = [0.0]
+    status = serve.StatusLines(lambda: now[0])
+    assert status.lines({"run": {"state": "waiting for servers"}}) == []
+    for now[0], version in ((20.0, 3), (40.0, 5)):
+        found = status.lines({"run": {"state": "running", "version": version}})
+    assert len(found) == 1 and "running, version 5, 0.1 rounds/s" in found[0]
