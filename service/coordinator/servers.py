@@ -12,7 +12,6 @@ from ..blocks import hashing
 from ..blocks.digest import add, digest_of
 from ..blocks.layout import Layout
 from ..blocks.placement import Placement
-from ..rounds.leases import from_ranges
 from ..wire.errors import Refused, Unavailable
 
 # A call that merges, updates or saves all blocks of a server. Beats tell much sooner
@@ -309,7 +308,7 @@ class ServerGroup:
                 with contextlib.suppress(Refused, ServerLost):  # it has no such job
                     (answer,) = self.each("Status", {name: {}})
             if answer["version"] in versions:
-                self.held[name] = set(from_ranges(answer["held"]))
+                self.held[name] = set(answer["held"])
             else:
                 lost.append(name)
         if len(set().union(*self.held.values())) < len(self._layout.blocks):

@@ -20,7 +20,6 @@ import numpy as np
 from ..blocks.box import Box
 from ..blocks.dtypes import dtype_of
 from ..blocks.layout import Layout
-from ..rounds.leases import as_ranges
 from ..wire import codecs
 from ..wire.errors import Refused
 from . import block_files
@@ -295,7 +294,7 @@ class BlockStore:
             "version": self.newest,
             "versions": self.versions.numbers(),
             "blocks": len(self.owned),
-            "held": as_ranges(self.owned),
+            "held": list(self.owned),
             "bytes": sum(map(self.layout.block_bytes, self.owned)),
             "staged": [list(key) for key in self.staging.keys()],
         }
