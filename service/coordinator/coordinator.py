@@ -65,6 +65,7 @@ class Coordinator:
         self._drivers: dict[str, Driver] = {}
         self._waiting = self._log.jobs()  # for servers, since a restart
         self._began = clock()
+        self._tried_with: set[str] | None = None  # servers, to take up jobs
         self._failure: str | None = None
         self._must_fix = False
         methods: dict[str, Callable[[Message], Message]] = {
@@ -324,6 +325,9 @@ class Coordinator:
             is_late = seconds > self._settings.lease_seconds
             if not self._waiting or (self._missing() and not is_late):
                 return
+            if self._missing() and self._tried_with == set(self._servers):
+                return  # the log is long, perhaps
+            self._tried_with = set(self._servers)
             for name in list(self._waiting):
                 history = make_history(self._log.read(name))
                 assert history.spec is not None, name
