@@ -39,14 +39,13 @@ class Registry(dict[str, Registered]):
           busy: servers that have a part in a job.
         """
         long, short = self._settings.lease_seconds, self._settings.failover_seconds
-        if now - self._looked > short / 2:
-            # This process was paused, and heard nobody: all get another lease.
-            for registered in self.values():
-                registered.beats.heard = now
-        self._looked = now
+        away, self._looked = now - self._looked, now
         lost = {}
         for name, registered in self.items():
             limit = short if name in spared else long
+            if away > limit / 2:
+                # This process was paused, and heard nobody: all get another lease.
+                registered.beats.heard = now
             if now - registered.beats.heard > limit:
                 why = f"server {name} is lost: not heard of for {limit:g} s"
                 if registered.is_leaving and name not in busy:
