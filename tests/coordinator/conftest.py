@@ -375,8 +375,11 @@ def opened(center, make_spec):
     for server in center.servers:
         center.call("RegisterServer", name=server.name, address=server.address)
     answer = center.call("OpenJob", **make_spec())
+    names = ["s0", "s1"]
+    where = {"copies": 1, "epoch": 0, "since": 0, "lost": []}
     assert answer == {
         "servers": {"s0": "s0:1", "s1": "s1:1"},
+        "placement": {**where, "before": names, "members": names},
         "initialize": True,
         "version": 0,
     }

@@ -193,11 +193,12 @@ def test_a_snapshot_has_all_that_a_job_remembers(make_house):
     found = {"is_initialized", "is_finished", "is_held", "saved"}
     found |= {"_logged", "_newest_logged"}
     moment = {"_queue", "_polled"}
-    parts = {"engine", "members", "_evaluations"}
+    parts = {"engine", "members", "_evaluations", "_places"}
     assert set(vars(job)) == constant | found | moment | parts | {*snapshots.OF_JOB}
     assert {*snapshots.OF_MEMBERS, "_incarnations"} == set(vars(job.members)) - {
         *("_job", "_num_learners", "_lease_seconds")
     }
+    assert {*snapshots.OF_PLACES} == set(vars(job._places))
     evaluations = set(vars(job._evaluations)) - {"_rule"}
     assert evaluations == {*snapshots.OF_EVALUATIONS}
 
