@@ -13,6 +13,7 @@ from meshloom.service.learner.client import Client
 from meshloom.service.learner.mover import Mover
 from meshloom.service.learner.servers import Servers
 from meshloom.service.learner.shards import Host, to_pieces
+from meshloom.service.wire import codecs
 from meshloom.service.wire.calls import Channel
 from meshloom.service.wire.errors import Refused, Unavailable
 
@@ -100,7 +101,8 @@ class Player:
             client.close()
 
     def _play_rounds(self, client: Client, mover: Mover) -> bool:
-        round, began = 0, None
+        round, began, base = 0, None, {}
+        pulls_changes = not codecs.of_job(self.spec, "pull").is_plain
         while True:
             turn = client.next(round)
             if turn["state"] == "left":
@@ -112,7 +114,8 @@ class Player:
                 (i, Box.whole(leaf.shape)): np.zeros(leaf.shape, np.float32)
                 for i, leaf in enumerate(self.layout.leaves)
             }
-            mover.pull(turn["version"], values)
+            mover.pull(turn["version"], values, base=base)
+            base = values if pulls_changes else {}
             if began is not None:
                 self.waits.append(time.monotonic() - began)
             if turn["state"] == "done":

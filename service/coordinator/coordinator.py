@@ -113,6 +113,8 @@ class Coordinator:
             if known is not None:  # started again: what it held is gone
                 group.note(name, None)
             group.note(name, server)
+        if known is not None and known.server.address != address:
+            known.server.mark_lost()  # ends calls that nobody will answer
         if known is None:
             need = f"; waiting for {missing} more" if missing > 0 else ""
             about = {"server": name, "address": address}

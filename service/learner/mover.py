@@ -61,16 +61,14 @@ class Mover:
     ) -> int:
         """Sends pieces of a contribution to all servers that must have them.
 
-        What was sent to a server before is not sent again.
+        What was sent to a server before is not sent again, unless servers came or went:
+        one of the same name may have been started again, and lost it.
 
         Returns:
           The bytes sent.
         """
-        key = learner, incarnation, round
-        if self._pushed[0] != key:
-            self._pushed = key, set()
         parts = list(sent_pieces)
-        done, nbytes, retries = self._pushed[1], 0, _Retries(self._servers)
+        nbytes, retries = 0, _Retries(self._servers)
 
         def send(server: str, parts: Sequence[Piece]) -> int:
             sent = ((p.block, p.slab, p.start, p.array) for p in parts)
@@ -79,21 +77,25 @@ class Mover:
             return channel.push(self._job, learner, incarnation, round, sent)["bytes"]
 
         while True:
-            epoch, targets = self._servers.where()
+            placement, targets = self._servers.where()
+            key = learner, incarnation, round, placement.since
+            if self._pushed[0] != key:
+                self._pushed = key, set()
+            done = self._pushed[1]
             todo: dict[str, list[Piece]] = {}
             for piece in parts:
                 for name in targets[piece.block]:
                     if (name, piece.block, piece.slab, piece.start) not in done:
                         todo.setdefault(name, []).append(piece)
             if not todo:
-                self.epoch = epoch
+                self.epoch = placement.epoch
                 return nbytes
             found = self._at_all(send, todo)
             for name, count in found.items():
                 if not isinstance(count, Exception):
                     done.update((name, p.block, p.slab, p.start) for p in todo[name])
                     nbytes += count
-            retries.after(found.values(), epoch)
+            retries.after(found.values(), placement.epoch)
 
     def pull(
         self,
@@ -122,7 +124,7 @@ class Mover:
             return channel.pull(self._job, version, list(into), into)
 
         while tried:
-            epoch, targets = self._servers.where()
+            placement, targets = self._servers.where()
             todo: dict[str, list[int]] = {}
             for block, times in tried.items():
                 names = targets[block]
@@ -140,7 +142,7 @@ class Mover:
                 # One that shall hold a block may not have it yet, one may be lost.
                 if any(tried[b] % len(targets[b]) == 0 for b in todo[name]):
                     errors.append(count)
-            retries.after(errors, epoch)
+            retries.after(errors, placement.epoch)
         self._pulled |= dict.fromkeys(wanted, version)
         return nbytes
 
@@ -206,7 +208,7 @@ class _Retries:
         servers, may_move = self._servers, self._servers.may_move
         if may_move:
             servers.look()
-            if servers.where()[0] != epoch:
+            if servers.where()[0].epoch != epoch:
                 return
         for error in errors:
             if not isinstance(error, Unavailable):

@@ -37,6 +37,7 @@ class Servers:
         self._connect, self._ask = connect, ask
         self._lock = threading.Lock()
         self._channels: dict[str, Channel] = {}
+        self._addresses: dict[str, str] = {}
         self.placement = Placement(copies=1, epoch=-1, before=(), members=())
         self._targets: dict[int, tuple[str, ...]] = {}
         self._take(described)
@@ -46,13 +47,13 @@ class Servers:
         """Whether blocks have copies, so that they may come to be elsewhere."""
         return self.placement.copies > 1
 
-    def where(self) -> tuple[int, Mapping[int, tuple[str, ...]]]:
-        """Returns an epoch, and the servers of each block then.
+    def where(self) -> tuple[Placement, Mapping[int, tuple[str, ...]]]:
+        """Returns a placement, and the servers of each block then.
 
         A block is sent to all of them, and read from the first that has it.
         """
         with self._lock:
-            return self.placement.epoch, self._targets
+            return self.placement, self._targets
 
     def channel(self, name: str) -> Channel:
         with self._lock:
@@ -80,11 +81,13 @@ class Servers:
             if placement.epoch <= self.placement.epoch:
                 return
             addresses: Mapping[str, str] = described["servers"]
-            gone = self._channels.keys() - addresses.keys()
+            # A server that was started again may have its name, and another address.
+            gone = [n for n, at in self._addresses.items() if addresses.get(n) != at]
             closing = [self._channels.pop(name) for name in gone]
             for name, address in addresses.items():
                 if name not in self._channels:
                     self._channels[name] = self._connect(address)
+            self._addresses = dict(addresses)
             self.placement = placement
             self._targets = placement.targets(self._layout, self._job)
         for channel in closing:

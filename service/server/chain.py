@@ -119,11 +119,15 @@ class Chain:
         ]
 
     def add_block(self, version: int, block: int, exact: Slabs) -> None:
-        """Adds a block of another server; its changes begin at this version."""
-        if not self._codec.is_plain:
-            with self._lock:
+        """Adds a block of another server; its changes begin at this version.
+
+        Args:
+          exact: none if they are what was published.
+        """
+        with self._lock:
+            if exact:
                 self._exact[block] = exact
-                self._changes[block], self._since[block] = [], version
+            self._changes[block], self._since[block] = [], version
 
     def remove_blocks(self, blocks: Iterable[int]) -> None:
         with self._lock:

@@ -73,8 +73,10 @@ def _parts_of(store: BlockStore, block: int, version: int) -> Parts:
             for number in store.versions.numbers()
             for array in store.versions[number][block]
         ]
-        exact = store.chain.exact(block, store.versions[version][block])
-        parts += [({"exact": True}, array) for array in exact]
+        published = store.versions[version][block]
+        exact = store.chain.exact(block, published)
+        if exact is not published:
+            parts += [({"exact": True}, array) for array in exact]
         leaves = jax.tree.leaves(store.opt_states[block])
         parts += [({"opt_state": True}, np.asarray(leaf)) for leaf in leaves]
         for key in store.staging.keys():

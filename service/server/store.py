@@ -286,7 +286,7 @@ class BlockStore:
         """Takes over a block of another server, with all that belongs to it.
 
         Args:
-          exact: the newest parameters, of which a version is what was published.
+          exact: the newest parameters, if what was published of them differs.
         """
         newest = self.newest
         assert newest in versions, (newest, versions.keys())

@@ -13,15 +13,19 @@ from importlib import metadata
 import numpy as np
 import pytest
 from job_specs import job_spec
-from playing import Player
+from playing import Player, first_values
 
 from meshloom.service.blocks import hashing
 from meshloom.service.blocks.layout import Leaf, make_layout
+from meshloom.service.blocks.placement import Placement
 from meshloom.service.coordinator import moving
 from meshloom.service.coordinator.coordinator import Coordinator
 from meshloom.service.coordinator.history import make_history
 from meshloom.service.coordinator.servers import RemoteServer
 from meshloom.service.coordinator.settings import Settings
+from meshloom.service.learner.mover import Mover
+from meshloom.service.learner.servers import Servers
+from meshloom.service.learner.shards import to_pieces
 from meshloom.service.rounds.policy import Outer, Policy
 from meshloom.service.server import server as server_lib
 from meshloom.service.server.server import ServerProcess
@@ -238,6 +242,47 @@ def test_a_new_backup_is_filled_while_training_goes_on(make_world, expected):
     assert not any("abandoned" in line for line in world.said)
 
 
+def test_published_versions_are_copied_with_what_is_exact(make_world, tmp_path):
+    """A server dies, and one that came meanwhile goes on in its place."""
+    pulls = {"compression": {"push": "float32", "pull": "int8"}}
+    alone = make_world("alone", 1)
+    play(alone, copies=1, **pulls)
+    world = make_world("packed", 2)
+
+    def replace() -> None:
+        world.add("s2")
+        world.until(lambda: "s2" in world.job.servers.placement.before)
+        world.kill("s0")
+
+    play(world, {4: replace}, **pulls)
+    assert world.end() == alone.end()
+    assert world.job.servers.placement.members == ("s1", "s2")
+    # What is saved was compared: exact parameters are among it.
+    assert not any("abandoned" in line or "differ" in line for line in world.said)
+
+
+def test_a_server_that_is_started_again_gets_what_it_had_received(make_world, expected):
+    """It has the same name, and lost a contribution that is not contributed yet."""
+    world = make_world("again", 2)
+
+    def start_again() -> None:
+        epoch = world.job.servers.placement.epoch
+        world.kill("s0")
+        world.add("s0")
+        placed = world.job.servers
+        world.until(
+            lambda: (
+                placed.placement.epoch > epoch + 1
+                and placed.placement.is_settled
+                and placed.placement.members == ("s0", "s1")
+            )
+        )
+
+    play(world, holds={5: start_again})
+    assert world.end() == expected
+    check_rounds(world)
+
+
 def test_a_server_that_comes_takes_its_share(make_world, expected):
     """What was pushed before it came, and not contributed, is pushed to it as well."""
     world = make_world("grown", 3)
@@ -333,3 +378,39 @@ def test_a_coordinator_and_a_server_that_die_together(make_world, expected):
     assert [player.joined for player in players] == [1, 1]
     assert not any("abandoned" in line for line in world.said)
     assert world.job.servers.placement.members == ("s0", "s1")
+
+
+class Counting:
+    """A channel that counts what is pushed."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def push(self, job, learner, incarnation, round, pieces):
+        return {"bytes": len(list(pieces))}
+
+    def close(self):
+        pass
+
+
+def test_what_servers_may_have_lost_is_pushed_again():
+    """One that was started again under its name has nothing of a contribution."""
+    names = ("s0", "s1")
+    first = Placement(copies=2, before=names, members=names)
+    lost = first.without("s0").settled().with_members(names)
+    said = [first]
+    ask = lambda: {  # noqa: E731
+        "servers": {name: f"{name}:1" for name in said[-1].live},
+        "placement": said[-1].to_json(),
+    }
+    mover = Mover("run", LAYOUT, Servers("run", LAYOUT, ask(), Counting, ask))
+    sent = list(to_pieces(LAYOUT, first_values(LAYOUT), None))
+    assert mover.push(sent, 0, 1, 1) == 2 * len(sent)
+    assert mover.push(sent, 0, 1, 1) == 0
+    said.append(first.settled())  # nothing came or went
+    mover.refresh()
+    assert mover.push(sent, 0, 1, 1) == 0 and mover.epoch == 1
+    said.append(lost)
+    mover.refresh()
+    assert mover.push(sent, 0, 1, 1) == 2 * len(sent) and mover.epoch == lost.epoch
+    mover.close()
