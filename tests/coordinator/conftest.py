@@ -225,8 +225,7 @@ class House:
         log, name = self.log, self.spec.job
 
         def record(placement, why: str) -> None:
-            body = {"placement": placement.to_json(), "why": why}
-            log.append(name, "placement", body)
+            log.append(name, "placement", {"placement": placement.to_json()})
 
         about = name, self.spec.layout, self.servers
         group = ServerGroup(*about, copies=self.spec.copies, record=record)

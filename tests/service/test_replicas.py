@@ -13,19 +13,15 @@ from importlib import metadata
 import numpy as np
 import pytest
 from job_specs import job_spec
-from playing import Player, first_values
+from playing import Player
 
 from meshloom.service.blocks import hashing
 from meshloom.service.blocks.layout import Leaf, make_layout
-from meshloom.service.blocks.placement import Placement
 from meshloom.service.coordinator import moving
 from meshloom.service.coordinator.coordinator import Coordinator
 from meshloom.service.coordinator.history import make_history
 from meshloom.service.coordinator.servers import RemoteServer
 from meshloom.service.coordinator.settings import Settings
-from meshloom.service.learner.mover import Mover
-from meshloom.service.learner.servers import Servers
-from meshloom.service.learner.shards import to_pieces
 from meshloom.service.rounds.policy import Outer, Policy
 from meshloom.service.server import server as server_lib
 from meshloom.service.server.server import ServerProcess
@@ -378,39 +374,3 @@ def test_a_coordinator_and_a_server_that_die_together(make_world, expected):
     assert [player.joined for player in players] == [1, 1]
     assert not any("abandoned" in line for line in world.said)
     assert world.job.servers.placement.members == ("s0", "s1")
-
-
-class Counting:
-    """A channel that counts what is pushed."""
-
-    def __init__(self, address):
-        self.address = address
-
-    def push(self, job, learner, incarnation, round, pieces):
-        return {"bytes": len(list(pieces))}
-
-    def close(self):
-        pass
-
-
-def test_what_servers_may_have_lost_is_pushed_again():
-    """One that was started again under its name has nothing of a contribution."""
-    names = ("s0", "s1")
-    first = Placement(copies=2, before=names, members=names)
-    lost = first.without("s0").settled().with_members(names)
-    said = [first]
-    ask = lambda: {  # noqa: E731
-        "servers": {name: f"{name}:1" for name in said[-1].live},
-        "placement": said[-1].to_json(),
-    }
-    mover = Mover("run", LAYOUT, Servers("run", LAYOUT, ask(), Counting, ask))
-    sent = list(to_pieces(LAYOUT, first_values(LAYOUT), None))
-    assert mover.push(sent, 0, 1, 1) == 2 * len(sent)
-    assert mover.push(sent, 0, 1, 1) == 0
-    said.append(first.settled())  # nothing came or went
-    mover.refresh()
-    assert mover.push(sent, 0, 1, 1) == 0 and mover.epoch == 1
-    said.append(lost)
-    mover.refresh()
-    assert mover.push(sent, 0, 1, 1) == 2 * len(sent) and mover.epoch == lost.epoch
-    mover.close()
