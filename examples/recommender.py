@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshloom.service.blocks import hashing
 from meshloom.service.blocks.digest import digest_of
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.blocks.tables import Table
@@ -29,6 +28,7 @@ from meshloom.service.learner.client import Client
 from meshloom.service.learner.exchange import Exchange
 from meshloom.service.learner.mover import Mover
 from meshloom.service.learner.rows import Sent, TableRows
+from meshloom.service.learner.servers import Servers
 from meshloom.service.rounds.leases import from_ranges
 from meshloom.service.rounds.policy import make_policy
 from meshloom.service.server.job_store import JobStore
@@ -154,6 +154,7 @@ def job_spec(
         "update": {**update, "schedule": schedule, "num_steps": rounds},
         **{"max_grad_norm": None, "skip_grad_norm": None},
         "compression": {"push": "float32"},
+        "copies": 1,
         "data": {"digest": None, **dataclasses.asdict(ratings)},
         "stop": None,
         "config_digest": "recommender",
@@ -173,11 +174,10 @@ def train(
     tables = TableRows(job, list(map(Table.from_json, spec["tables"])), Channel)
 
     def connect(opened: Mapping[str, Any]) -> Mover:
-        servers = opened["servers"]
-        tables.use(servers)
-        owners = hashing.owners(LAYOUT, job, sorted(servers))
-        channels = {name: Channel(where) for name, where in servers.items()}
-        return Mover(job, LAYOUT, owners, channels)
+        tables.use(opened["servers"])
+        # Jobs with tables have one copy of each block, which never moves.
+        servers = Servers(job, LAYOUT, opened, Channel, lambda: opened)
+        return Mover(job, LAYOUT, servers)
 
     exchange = Exchange(
         Client(reach(address), job, learner),

@@ -10,7 +10,8 @@ processes of the service:
 | the coordinator | the coordinator; its log says what has happened |
 | one of several coordinators | the same; meanwhile another one leads |
 | the coordinator, stopped or stuck | the same, after it was killed |
-| a server, or the coordinator with 69 (it has lost a server) | the whole service |
+| a server of which others have copies | the server |
+| another server, or the coordinator with 69 (it has lost one) | the whole service |
 | the supervisor of a learner, with neither 0, 1 nor 2 | the learner |
 
 The others go on without a learner that has given up. Bad input ends everything.
@@ -41,6 +42,8 @@ class FleetSettings:
 
     Attributes:
       processes: of each learner.
+      copies: of each block, on different servers: with several, a server that ends is
+        restarted alone.
       grace_seconds: how long a learner may take to save and exit, and then the service.
       spare_seconds: how much longer we wait for a learner's supervisor, which kills
         what is left of its workers after `grace_seconds`.
@@ -50,6 +53,7 @@ class FleetSettings:
     """
 
     processes: int = 1
+    copies: int = 1
     max_restarts: int = 5
     grace_seconds: float = 60.0
     spare_seconds: float = 5.0
@@ -195,7 +199,7 @@ class Fleet:
 
     def _after_service(self, part: Part, ending: Ending) -> int | None:
         # One of several may have been deposed; a server that has died is seen here.
-        is_alone = part in self._coordinators
+        is_alone = part in self._coordinators or self._settings.copies > 1
         if len(self._coordinators) == 1 and ending.status == UNREACHABLE:
             is_alone = False
         restarting = "restarting it" if is_alone else "restarting the service"

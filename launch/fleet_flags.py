@@ -50,6 +50,14 @@ def add(parser: argparse.ArgumentParser, *, is_on_hosts: bool = True) -> None:
         "--servers", type=int, metavar="M", help="of that service; default: 1"
     )
     group.add_argument(
+        "--copies",
+        type=int,
+        choices=(1, 2),
+        metavar="N",
+        help="servers that hold each block, 1 or 2: with 2, one that dies is replaced "
+        "while the training goes on; default: 1",
+    )
+    group.add_argument(
         "--each",
         action="append",
         default=[],
@@ -89,7 +97,7 @@ def is_given(args: argparse.Namespace) -> bool:
     """Returns whether a fleet is to be launched; checks its flags."""
     if args.learners is None:
         for name in (
-            *("servers", "coordinators", "store", "each", "save_commits"),
+            *("servers", "copies", "coordinators", "store", "each", "save_commits"),
             *("service_host", "token_secret"),
         ):
             if getattr(args, name, None):
@@ -116,6 +124,8 @@ def is_given(args: argparse.Namespace) -> bool:
                 f"{word.partition('=')[0]} is set for each learner by --learners; "
                 "remove it from the command"
             )
+        if "exchange.copies" in word:
+            raise ValueError(f"{word}: give --copies N to launch instead")
     return True
 
 
@@ -168,6 +178,7 @@ def launch(
         processes=processes,
         max_restarts=args.max_restarts,
         grace_seconds=args.grace_seconds,
+        copies=getattr(args, "copies", None) or 1,
     )
     make = functools.partial(make_commands, args, target, shares, run, address)
     return Fleet(make, run, logs, settings).run()
@@ -238,7 +249,10 @@ def make_commands(
         argv += ["--exchange", f"{address}/{run.name}"]
         argv += ["--learner", f"{number}/{len(shares)}"]
         argv += ["--workdir", str(run / "learners" / str(number))]
-        argv += ["--set", f"exchange.token_file={str(token)!r}", *more[number]]
+        argv += ["--set", f"exchange.token_file={str(token)!r}"]
+        if getattr(args, "copies", None) is not None:
+            argv += ["--set", f"exchange.copies={args.copies}"]
+        argv += more[number]
         variables = {"PYTHONUNBUFFERED": "1", **os.environ, **share.env}
         learners.append(Command(f"learner {number}", argv, variables))
     names = ["coordinator"]

@@ -6,7 +6,6 @@ a few assignments, never during a call, a write to disk or an engine's decision.
 
 import dataclasses
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 from ..rounds.events import Ranges
@@ -113,14 +112,6 @@ class Board:
         if not ready:
             return {"state": "wait", "dropped": place.dropped}
         return answer(place, incarnation)
-
-
-def versions_read(places: Iterable[Place]) -> set[int]:
-    """Returns the versions that learners may still read.
-
-    Whoever is done reads the version at which it was, before it leaves.
-    """
-    return {place.version for place in places if place.state in ("go", "done")}
 
 
 def answer(place: Place, incarnation: int) -> dict[str, Any]:

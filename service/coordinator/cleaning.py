@@ -5,7 +5,8 @@
   told, so the servers are asked what they have.
 - Entries of the log from before the oldest checkpoint that is kept (snapshots.py).
 - The blocks of a job that is done, once no learner is there. They are in its newest
-  checkpoint, from which they are loaded again for a learner that returns.
+  checkpoint, from which they are loaded again for a learner that returns. Blocks with
+  copies stay, since servers that come and go move them.
 """
 
 from collections.abc import Mapping
@@ -103,7 +104,9 @@ class Cleaner:
     def _blocks(self, dry_run: bool) -> str | None:
         job = self._job
         is_over = job.is_finished and not len(job.members)
-        if not is_over or not job.is_held or job.saved != job.engine.version:
+        if job.spec.copies > 1 or not is_over or not job.is_held:
+            return None
+        if job.saved != job.engine.version:
             return None
         held = job.servers.all("Status", {})
         blocks, nbytes = (sum(part[x] for part in held) for x in ("blocks", "bytes"))

@@ -7,21 +7,20 @@ job's own thread (driver.py) or wait at its board.
 import functools
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..store.store import Deposed
-from ..wire.errors import NotLeader, Refused, Unavailable
-from . import disk, status
+from ..wire.errors import Refused, Unavailable
+from . import disk, requests, status
 from .driver import Driver
 from .history import make_history
 from .job import Job
 from .log import Log
+from .registry import Registered, Registry
 from .servers import RemoteServer, ServerGroup
 from .settings import Say, Settings, Surroundings
 from .spec import JobSpec, check_same, parse_spec
-from .status import Registered
 
 Message = dict[str, Any]
 
@@ -68,18 +67,21 @@ class Coordinator:
         self._reached = reached
         self._log = log or Log.embedded(folder / "coordinator.db")
         self._changed = threading.Condition()  # guards what follows
-        self._servers: dict[str, Registered] = {}
+        self._servers = Registry(settings, clock())
         self._drivers: dict[str, Driver] = {}
         self._waiting = self._log.jobs()  # for servers, since a restart
+        self._began = clock()
+        self._tried_with: set[str] | None = None  # servers, to take up jobs
         self._failure: str | None = None
         self._must_fix = False
-        self._watched = clock()
-        methods = {
+        methods: dict[str, Callable[[Message], Message]] = {
             "RegisterServer": self.register_server,
             "Beat": self.beat,
+            "LeaveServer": self.leave_server,
             "OpenJob": self.open_job,
             "Alive": self.alive,
             "Next": self.next,
+            "Servers": self.servers,
             "Contribute": self.contribute,
             "ContributeSum": self.contribute,
             "Clean": self.clean,
@@ -87,13 +89,13 @@ class Coordinator:
         }
         for name, method in ASKED.items():
             methods[name] = functools.partial(self._ask, method)
-        self.methods = {name: self._leading(call) for name, call in methods.items()}
+        self.methods = {name: self._log.leading(call) for name, call in methods.items()}
 
     # Calls of servers.
 
     def register_server(self, message: Message) -> Message:
         """Takes in a server. Jobs of the log are taken up once all are there."""
-        name, address = (_text(message, field) for field in ("name", "address"))
+        name, address = (requests.text(message, field) for field in ("name", "address"))
         if (found := message.get("version", self._version)) != self._version:
             raise Refused(
                 f"server {name} runs meshloom {found}, the coordinator "
@@ -105,7 +107,14 @@ class Coordinator:
             beats = status.ServerBeats(address, self._clock())
             self._servers[name] = Registered(server, beats)
             missing = self._num_servers - len(self._servers)
+            drivers = list(self._drivers.values())
             self._changed.notify_all()
+        for group in (d.job.servers for d in drivers if d.job.spec.copies > 1):
+            if known is not None:  # started again: what it held is gone
+                group.note(name, None)
+            group.note(name, server)
+        if known is not None and known.server.address != address:
+            known.server.mark_lost()  # ends calls that nobody will answer
         if known is None:
             need = f"; waiting for {missing} more" if missing > 0 else ""
             about = {"server": name, "address": address}
@@ -115,19 +124,35 @@ class Coordinator:
         return {"lease_seconds": lease, "term": self._log.term}
 
     def beat(self, message: Message) -> Message:
-        name = _text(message, "name")
+        name = requests.text(message, "name")
         with self._changed:
             if name not in self._servers:
                 raise Refused(f"server {name} is not registered here: register again")
             self._servers[name].beats.hear(message, self._clock())
         return {}
 
+    def leave_server(self, message: Message) -> Message:
+        """Lets a server go once others have its blocks; to be asked again until then.
+
+        The only copies of blocks stay where they are.
+        """
+        name = requests.text(message, "name")
+        with self._changed:
+            if (registered := self._servers.get(name)) is None:
+                return {"is_free": True}
+            registered.is_leaving = True
+            groups = [driver.job.servers for driver in self._drivers.values()]
+        for group in groups:
+            group.leave(name)
+        return {"is_free": all(group.is_free(name) for group in groups)}
+
     # Calls of learners.
 
     def open_job(self, message: Message) -> Message:
         """Opens a job, or checks that the one of this name is the same."""
         spec = parse_spec(message, self._version)
-        self._await(lambda: not self._missing(), "servers")
+        is_open = lambda: spec.job in self._drivers  # noqa: E731
+        self._await(lambda: is_open() or not self._missing(), "servers")
         with self._changed:
             driver = self._drivers.get(spec.job)
             if driver is None:
@@ -137,7 +162,7 @@ class Coordinator:
 
     def alive(self, message: Message) -> Message:
         """Renews a lease. The answer may be that the learner must join again."""
-        learner, incarnation = _who(message)
+        learner, incarnation = requests.who(message)
         board = self._driver(message).job.board
         board.check()
         board.hear(learner, incarnation, self._clock())
@@ -148,7 +173,7 @@ class Coordinator:
 
     def next(self, message: Message) -> Message:
         """Waits until a learner may do a round after `round`."""
-        learner, incarnation = _who(message)
+        learner, incarnation = requests.who(message)
         after = message.get("round", 0)
         seconds = message.get("seconds", POLL_SECONDS)
         if type(after) is not int or not isinstance(seconds, int | float):
@@ -159,6 +184,12 @@ class Coordinator:
         answer = board.wait(learner, incarnation, after, seconds)
         board.hear(learner, incarnation, self._clock())
         return answer
+
+    def servers(self, message: Message) -> Message:
+        """Returns where the blocks of a job are; does not wait for the job."""
+        driver = self._driver(message)
+        driver.job.board.check()
+        return driver.job.servers.describe()
 
     def contribute(self, message: Message) -> Message:
         """Takes note of a contribution that the servers have, or of a sum of some.
@@ -207,22 +238,6 @@ class Coordinator:
             }
         }
 
-    def _leading(
-        self, handler: Callable[[Message], Message]
-    ) -> Callable[[Message], Message]:
-        """Returns a handler that answers only while this coordinator leads."""
-
-        def handle(message: Message) -> Message:
-            try:
-                self._log.check()
-                answer = handler(message)
-                self._log.check()
-            except Deposed as error:
-                raise NotLeader(str(error)) from error
-            return answer
-
-        return handle
-
     # What the process around it does.
 
     @property
@@ -243,24 +258,20 @@ class Coordinator:
         Raises Deposed if another coordinator may lead.
         """
         self._log.check()
-        now, limit = self._clock(), self._settings.lease_seconds
         with self._changed:
-            if now - self._watched > limit / 2:
-                # This process was paused, and heard nobody: all get another lease.
-                for registered in self._servers.values():
-                    registered.beats.heard = now
-            self._watched = now
-            lost = [n for n, r in self._servers.items() if now - r.beats.heard > limit]
-            gone = {name: self._servers.pop(name) for name in lost}
             drivers = list(self._drivers.values())
-        for name, registered in gone.items():
-            reason = f"server {name} is lost: not heard of for {limit:g} s"
+            groups = [driver.job.servers for driver in drivers]
+            lost = self._servers.take_lost(self._clock(), groups)
+        for name, (server, reason) in lost.items():
             self._say(reason, "server_lost", server=name)
             for driver in drivers:
-                if name in driver.job.servers.names:
+                if driver.job.spec.copies > 1:
+                    driver.job.servers.note(name, None)
+                elif name in driver.job.servers.names:
                     driver.fail(reason)
                     self._fail(f"{driver.job.board.failure}")
-            registered.server.mark_lost()  # last, so that this is the reason
+            server.mark_lost()  # last, so that this is the reason
+        self._take_up_jobs()
 
     def is_over(self) -> bool:
         """Whether there were jobs, all are done, and no learner is left."""
@@ -305,7 +316,7 @@ class Coordinator:
                 )
 
     def _driver(self, message: Message) -> Driver:
-        name = _text(message, "job")
+        name = requests.text(message, "job")
         self._await(lambda: name not in self._waiting, "servers")
         with self._changed:
             if name not in self._drivers:
@@ -321,21 +332,31 @@ class Coordinator:
         return driver.ask(method, message, ANSWER_SECONDS)
 
     def _take_up_jobs(self) -> None:
-        """Takes up the jobs of the log, if all servers are there."""
+        """Takes up the jobs of the log, if all servers are there, or enough of them."""
         with self._changed:
-            if self._missing() or not self._waiting:
+            seconds = self._clock() - self._began
+            is_late = seconds > self._settings.lease_seconds
+            if not self._waiting or (self._missing() and not is_late):
                 return
-            while self._waiting:
-                history = make_history(self._log.read(self._waiting[0]))
-                assert history.spec is not None, self._waiting[0]
+            if self._missing() and self._tried_with == set(self._servers):
+                return  # the log is long, perhaps
+            self._tried_with = set(self._servers)
+            for name in list(self._waiting):
+                history = make_history(self._log.read(name))
+                assert history.spec is not None, name
+                placement = history.placement
                 spec = parse_spec(history.spec, history.spec["version"])
-                self._start(spec, self._group(spec))
-                del self._waiting[0]  # not before: a later one may fail, and try again
+                if self._missing() and not (
+                    placement and placement.is_held_by(spec.layout, name, self._servers)
+                ):
+                    continue  # one of its only copies may still come
+                self._start(spec, self._servers.group(spec, self._log, self._say))
+                self._waiting.remove(name)  # not before: it may fail, and try again
             self._changed.notify_all()
 
     def _open(self, spec: JobSpec) -> Driver:
         """Opens a new job; the lock is held."""
-        group = self._group(spec)
+        group = self._servers.group(spec, self._log, self._say)
         body = {"spec": spec.message, "servers": group.names}
         try:
             self._log.append(spec.job, "spec", body)
@@ -364,12 +385,6 @@ class Coordinator:
         self._drivers[spec.job] = driver
         return driver
 
-    def _group(self, spec: JobSpec) -> ServerGroup:
-        servers = [registered.server for registered in self._servers.values()]
-        log = self._log
-        about = spec.job, spec.layout, servers, log.term, log.check
-        return ServerGroup(*about, spec.tables)
-
     def _on_failure(self, job: str, message: str, must_fix: bool) -> None:
         self._say(f"{job}: {message}", "failed", job=job)
         self._fail(message, must_fix)
@@ -379,20 +394,3 @@ class Coordinator:
             if self._failure is None:
                 self._failure, self._must_fix = reason, must_fix
             self._changed.notify_all()
-
-
-def _text(message: Mapping[str, Any], name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str) or not value:
-        raise Refused(f"{name} is {value!r}, expected a name")
-    return value
-
-
-def _who(message: Mapping[str, Any]) -> tuple[int, int]:
-    learner, incarnation = message.get("learner"), message.get("incarnation")
-    if type(learner) is not int or type(incarnation) is not int:
-        raise Refused(
-            f"learner is {learner!r} and incarnation {incarnation!r}, expected whole "
-            "numbers"
-        )
-    return learner, incarnation

@@ -20,7 +20,8 @@ from . import disk, restoring
 from .cleaning import Cleaner
 from .job import Job
 from .log import Entry
-from .servers import ServerLost
+from .moving import Moving
+from .servers import BlocksLost, ServerLost
 from .status import Watched
 
 # How often leases are looked at if nothing happens.
@@ -141,11 +142,17 @@ class Driver:
         try:
             restoring.start(self.job)
             watched, cleaner = Watched(self.job), Cleaner(self.job)
+            moving = Moving(self.job)
             while True:
                 self.status = watched.status()
-                taken = self._take()
+                taken = self._take(0.0 if moving.is_busy else POLL_SECONDS)
                 pending = [request for request in taken if request is not None]
-                cycle(self.job, cleaner, pending)
+                try:
+                    cycle(self.job, cleaner, pending)
+                    moving.step()
+                except BlocksLost as error:
+                    restoring.restart(self.job, error)
+                    self._refuse(pending, f"{error}; try again")
                 if len(pending) < len(taken):
                     return
         except Exception as error:
@@ -159,12 +166,13 @@ class Driver:
             failure = self.job.board.failure or ""
             self._on_failure(self.job.spec.job, failure, remedy is not None)
         finally:
-            self._refuse(pending)
+            reason = self.job.board.failure or "the service has stopped"
+            pending.extend(x for x in self._waiting() if x is not None)
+            self._refuse(pending, reason)
 
-    def _take(self) -> list[Request | None]:
-        """Waits for a request; returns all that are there."""
+    def _take(self, seconds: float) -> list[Request | None]:
+        """Waits so long for a request at most; returns all that are there."""
         deadline = self.job.engine.deadline
-        seconds = POLL_SECONDS
         if deadline is not None:
             seconds = min(seconds, max(0.0, deadline - self.job.now()))
         try:
@@ -182,10 +190,8 @@ class Driver:
             except queue.Empty:
                 return taken
 
-    def _refuse(self, pending: list[Request]) -> None:
+    def _refuse(self, pending: list[Request], reason: str) -> None:
         """Answers what will not be done any more."""
-        pending.extend(request for request in self._waiting() if request is not None)
-        reason = self.job.board.failure or "the service has stopped"
         for request in pending:
             if not request.answer.done():
                 request.answer.set_exception(Unavailable(reason))

@@ -14,8 +14,9 @@ from .coordinator import Coordinator
 Message = dict[str, Any]
 
 METHODS = (
-    *("RegisterServer", "Beat", "OpenJob", "Initialized", "Join", "Alive", "Next"),
-    *("Contribute", "ContributeSum", "Leave", "Report", "Save", "Clean", "Status"),
+    *("RegisterServer", "Beat", "LeaveServer", "OpenJob", "Initialized", "Join"),
+    *("Alive", "Next", "Contribute", "ContributeSum", "Leave", "Report", "Save"),
+    *("Clean", "Servers", "Status"),
 )
 RETRY_SECONDS = 0.5  # while the store does not answer
 # A watch is renewed so often; the end of a leader is seen at once, not after this.

@@ -5,6 +5,7 @@ Kinds of entries:
 | kind | body |
 |---|---|
 | spec | the spec of the job, and the names of its servers |
+| placement | where the blocks are from then on, if they may move |
 | initialized | the servers hold version 0 |
 | event | an event of the engine, and what was sent along with it |
 | evaluation | a row that a learner reported; its `step` is a version |
@@ -19,6 +20,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..blocks.placement import Placement
 from .log import SNAPSHOT, Entry
 
 # What a rollback abandons. The others are facts that stay true.
@@ -31,7 +33,9 @@ class History:
 
     Attributes:
       snapshot: the body of the one that the log begins with, if it was compacted. All
-        but `spec`, `servers`, `cuts` and `incarnations` is about what came after it.
+        but `spec`, `servers`, `placement`, `cuts` and `incarnations` is about what came
+        after it.
+      placement: the newest one; None if blocks never move.
       entries: events, evaluations, commits and rollbacks that count, in order.
       commits: the commits that count, by version.
       evaluations: the rows of the evaluations that count, oldest first.
@@ -42,6 +46,7 @@ class History:
 
     spec: dict[str, Any] | None
     servers: tuple[str, ...]
+    placement: Placement | None
     is_initialized: bool
     is_finished: bool
     snapshot: Mapping[str, Any] | None
@@ -82,6 +87,7 @@ def make_history(entries: Iterable[Entry]) -> History:
     return History(
         spec=specs[0]["spec"] if specs else None,
         servers=_servers(entries),
+        placement=_placement(entries),
         is_initialized=bool({"initialized", SNAPSHOT} & kinds),
         is_finished="finished" in kinds,
         snapshot=snapshot,
@@ -120,6 +126,13 @@ def _servers(entries: list[Entry]) -> tuple[str, ...]:
     """Returns the names of the servers, as the newest entry has them."""
     named = [e.body["servers"] for e in entries if e.kind in ("spec", SNAPSHOT)]
     return tuple(named[-1]) if named else ()
+
+
+def _placement(entries: list[Entry]) -> Placement | None:
+    """Returns the newest placement; a rollback takes none back."""
+    kinds = ("placement", SNAPSHOT)
+    placed = [e.body.get("placement") for e in entries if e.kind in kinds]
+    return Placement.from_json(placed[-1]) if placed and placed[-1] else None
 
 
 def _incarnations(entries: list[Entry]) -> dict[int, int]:

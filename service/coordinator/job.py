@@ -8,7 +8,6 @@ nothing where it was applied already.
 A `Job` has no threads and no clock of its own, and is called by one thread (driver.py).
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,13 +26,14 @@ from ..rounds.events import (
 )
 from ..wire.errors import Refused
 from . import commits, evaluations, requests, sums
-from .board import Board, Place, versions_read
+from .board import Board
 from .checkpoints import Checkpoint, Checkpoints
 from .commits import Key, Received
 from .evaluations import Evaluations
 from .history import History, make_history
 from .log import Entry
 from .members import Members
+from .places import Places
 from .requests import Body
 from .run_files import RunFiles
 from .servers import ServerGroup
@@ -69,7 +69,7 @@ class Job:
         self._logged = dict(history.commits)
         self._newest_logged = history.version
         self._received: dict[Key, Received] = {}  # staged on the servers
-        self._places: dict[int, Place] = {}
+        self._places = Places()
         self._queue: list[tuple[str, Body]] = []  # accepted, not in the log yet
         self._evaluations = Evaluations(spec.stop)
         self.stopped: str | None = None  # why the job ended before its last round
@@ -85,7 +85,7 @@ class Job:
     def describe(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Returns where the servers are, and whether they need the parameters."""
         return {
-            "servers": self.servers.addresses,
+            **self.servers.describe(),
             "initialize": not self.is_initialized,
             "version": self.engine.version,
         }
@@ -99,7 +99,7 @@ class Job:
         return {
             "incarnation": incarnation,
             "version": self.engine.version,
-            "servers": self.servers.addresses,
+            **self.servers.describe(),
             "lease_seconds": self.around.settings.lease_seconds,
         }
 
@@ -109,10 +109,17 @@ class Job:
         event = body["event"]
         member = self.members.get(event["learner"], event["incarnation"])
         if member is None or member.must_rejoin:
-            place = self._places.get(event["learner"], Place(0, "left"))
-            return {"state": "left", "reason": place.reason or "join again"}
+            place = self._places.get(event["learner"])
+            reason = place.reason if place is not None else ""
+            return {"state": "left", "reason": reason or "join again"}
         if event["round"] > member.last_round:
-            place = self._places[event["learner"]]
+            if (
+                requests.field({"epoch": 0, **message}, "epoch")
+                < self.servers.placement.since
+            ):
+                return {"state": "moved"}  # not yet at all servers that need it
+            place = self._places.get(event["learner"])
+            assert place is not None
             if (place.state, place.round) == ("go", event["round"]):
                 requests.check_lease(message, place.blocks)
             self._accept(body)
@@ -170,6 +177,7 @@ class Job:
     def poll(self) -> None:
         """Accepts what follows: lost learners, the end, and ticks of the engine."""
         now, seconds = self.now(), self.around.settings.lease_seconds
+        self.servers.take_notes()
         for (learner, incarnation), when in self.board.take_heard().items():
             self.members.hear(learner, incarnation, when)
         if self._polled is not None and now - self._polled > seconds / 2:
@@ -221,7 +229,7 @@ class Job:
             place = self._places.get(learner)
             if place is None or place.incarnation < incarnation:  # joined in vain
                 reason = "the service restarted from an older version: join again"
-                self._places[learner] = Place(incarnation, "left", reason=reason)
+                self._places.leave(learner, incarnation, reason)
         self.members.extend(self.now() + self.around.settings.rejoin_seconds)
         self.advance([])
 
@@ -242,14 +250,16 @@ class Job:
             if isinstance(decision, Commit):
                 self._commit(decision, commits.keys_of(decisions[index + 1 :]))
             elif isinstance(decision, Release):
-                self._release(decision)
+                self._places.release(decision, self._commit_facts)
             elif isinstance(decision, Dropped):
-                self._drop(decision)
+                self._places.drop(decision)
             elif isinstance(decision, SetAside):
                 self.around.say(f"{self.spec.job}: {commits.why_set_aside(decision)}")
             else:
                 assert isinstance(decision, Done)
-                self._end(decision.learner)
+                version, why = self.engine.version, self.stopped or ""
+                facts = self._commit_facts
+                self._places.end(decision.learner, version, facts, why)
 
     def now(self) -> float:
         """Returns the time, which never runs backwards, also across restarts."""
@@ -262,8 +272,7 @@ class Job:
         if version == self.saved:
             return None
         folder = self.checkpoints.prepare(version)
-        message = {"folder": str(folder), "version": version}
-        self.servers.all("Save", message)
+        self.servers.save(str(folder), version)
         digest = self.spec.layout.digest
         about = {"job": self.spec.job, "time": round(self.now(), 3)}
         checkpoint = self.checkpoints.complete(version, self.cut, digest, about)
@@ -287,10 +296,10 @@ class Job:
         if event["kind"] == "Joined":
             now = event["time"]
             self.members.add(learner, incarnation, now, owner=body["owner"])
-            self._places[learner] = Place(incarnation)
+            self._places.wait(learner, incarnation)
         elif event["kind"] == "Left":
             self.members.remove(learner)
-            self._places[learner] = Place(incarnation, "left", reason=event["reason"])
+            self._places.leave(learner, incarnation, event["reason"])
         elif member := self.members.get(learner, incarnation):
             member.last_round = max(member.last_round, event["round"])
 
@@ -315,7 +324,7 @@ class Job:
         received = self._received
         merged = self.servers.all("Merge", commits.merge_message(commit, received))
         entry = commits.make_entry(commit, merged, received, self.spec, self.now())
-        in_use = versions_read(self._places.values())
+        in_use = self._places.versions_in_use()
         in_use |= {info.base for info in received.values()}
         wanted = self.engine.kept | later
         return {
@@ -324,36 +333,6 @@ class Job:
             "keep": sorted(v for v in in_use if v < commit.version),
             "drop": commits.unwanted(received, wanted),
         }
-
-    def _release(self, release: Release) -> None:
-        place = self._places[release.learner]
-        if place.incarnation == release.incarnation and place.state != "left":
-            self._places[release.learner] = dataclasses.replace(
-                place,
-                state="go",
-                round=release.round,
-                version=release.version,
-                blocks=release.blocks,
-                ahead=release.ahead,
-                commit=self._commit_facts,
-            )
-
-    def _drop(self, dropped: Dropped) -> None:
-        place = self._places[dropped.learner]
-        about = {"round": dropped.round, "reason": dropped.reason}
-        if place.incarnation == dropped.incarnation:
-            self._places[dropped.learner] = dataclasses.replace(place, dropped=about)
-
-    def _end(self, learner: int | None) -> None:
-        for index, place in self._places.items():
-            if learner in (None, index) and place.state != "left":
-                self._places[index] = dataclasses.replace(
-                    place,
-                    state="done",
-                    version=self.engine.version,
-                    commit=self._commit_facts,
-                    reason=self.stopped or "",
-                )
 
     def _roll_back(self, version: int) -> None:
         """Makes everybody join again: the servers restarted from a checkpoint."""
@@ -365,14 +344,8 @@ class Job:
             )
         self._carry_out(decisions)
         self._received.clear()
-        for member in self.members:
-            member.must_rejoin = True
-            place = self._places[member.learner]
-            if place.state != "done":
-                reason = f"the service restarted from version {version}: join again"
-                self._places[member.learner] = Place(
-                    member.incarnation, "left", reason=reason
-                )
+        reason = f"the service restarted from version {version}: join again"
+        self._places.rejoin(self.members, reason)
 
     def _save_if_due(self) -> None:
         every = self.around.settings.save_every
@@ -391,9 +364,4 @@ class Job:
 
     def _post(self) -> None:
         """Shows the learners their places; nobody goes before there are parameters."""
-        places = dict(self._places)
-        if not self.is_initialized:
-            for learner, place in places.items():
-                if place.state == "go":
-                    places[learner] = Place(place.incarnation)
-        self.board.post(places)
+        self._places.post(self.board, may_go=self.is_initialized)

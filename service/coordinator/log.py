@@ -26,7 +26,9 @@ from typing import Any, Self, TypeVar
 
 from ..store.election import LEASE_SECONDS, Leadership, try_to_lead
 from ..store.sqlite import SqliteStore
-from ..store.store import Delete, Item, Put, Store, StoreUnavailable, get
+from ..store.store import Delete, Deposed, Item, Put, Store, StoreUnavailable, get
+from ..wire.errors import NotLeader
+from ..wire.messages import Message
 
 RETRY_SECONDS = 0.2  # between attempts, while a store does not answer
 MAX_DELETES = 100  # in one transaction; etcd takes 128 operations
@@ -89,6 +91,22 @@ class Log:
     def check(self) -> None:
         """Raises Deposed unless this coordinator surely leads at this moment."""
         self._leadership.check()
+
+    def leading(
+        self, handler: Callable[[Message], Message]
+    ) -> Callable[[Message], Message]:
+        """Returns a handler that answers only while this coordinator leads."""
+
+        def handle(message: Message) -> Message:
+            try:
+                self.check()
+                answer = handler(message)
+                self.check()
+            except Deposed as error:
+                raise NotLeader(str(error)) from error
+            return answer
+
+        return handle
 
     def append(self, job: str, kind: str, body: dict[str, Any]) -> int:
         """Appends one entry; returns its number once it is durable."""

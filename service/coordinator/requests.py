@@ -20,6 +20,25 @@ def field(message: Mapping[str, Any], name: str, least: int = 0) -> int:
     return value
 
 
+def text(message: Mapping[str, Any], name: str) -> str:
+    """Returns a name of a message."""
+    value = message.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refused(f"{name} is {value!r}, expected a name")
+    return value
+
+
+def who(message: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns learner and incarnation of a message."""
+    learner, incarnation = message.get("learner"), message.get("incarnation")
+    if type(learner) is not int or type(incarnation) is not int:
+        raise Refused(
+            f"learner is {learner!r} and incarnation {incarnation!r}, expected whole "
+            "numbers"
+        )
+    return learner, incarnation
+
+
 def joined(message: Mapping[str, Any], incarnation: int, now: float) -> Body:
     event = Joined(now, message["learner"], incarnation)
     owner = message.get("owner")

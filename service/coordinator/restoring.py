@@ -11,6 +11,7 @@ from . import snapshots
 from .checkpoints import Checkpoint
 from .history import History, make_history
 from .job import Job
+from .servers import BlocksLost
 
 
 def start(job: Job) -> None:
@@ -25,7 +26,7 @@ def start(job: Job) -> None:
             _take_up(job, history)
         except Refused as error:
             _roll_back(job, str(error))
-    elif history.is_finished and _has_newest(job, history):
+    elif history.placement is None and _is_only_saved(job, history):
         job.is_held = False
         _take_up(job, history)
     else:
@@ -47,15 +48,24 @@ def load_again(job: Job) -> None:
     job.around.say(text, "loaded", version=job.engine.version)
 
 
+def restart(job: Job, error: BlocksLost) -> None:
+    """Goes on from a checkpoint with the servers that are left; all join again."""
+    if not job.is_initialized or not job.servers.is_left:
+        raise error
+    _roll_back(job, str(error))
+
+
 def _read(job: Job) -> History:
     return make_history(job.around.log.read(job.spec.job))
 
 
 def _is_held(job: Job, history: History) -> bool:
     """Returns whether the servers have what the log says, but for the last commit."""
+    expected = {history.version, history.version - 1} - {-1}
+    if history.placement is not None:
+        return job.servers.resume(history.placement, expected)
     if list(history.servers) != job.servers.names:
         return False
-    expected = {history.version, history.version - 1} - {-1}
     try:
         answers = job.servers.all("Status", {})
     except Refused:  # a server that does not know the job
@@ -78,6 +88,8 @@ def _roll_back(job: Job, reason: str) -> None:
     """Loads the newest checkpoint that all servers can load, and says so."""
     history, spec, say = _read(job), job.spec, job.around.say
     say(f"{spec.job}: {reason}; looking for its newest checkpoint")
+    if spec.copies > 1:
+        job.servers.reform()
     for fault in job.checkpoints.find()[1]:
         say(f"{spec.job}: not usable as a checkpoint: {fault}", "unusable")
     for checkpoint in usable(job, history):
@@ -112,9 +124,10 @@ def _load(job: Job, version: int) -> None:
     job.servers.all("Load", {"folder": str(folder), "version": version})
 
 
-def _has_newest(job: Job, history: History) -> bool:
-    """Returns whether there is a checkpoint of the newest version."""
-    return any(c.version == history.version for c in usable(job, history))
+def _is_only_saved(job: Job, history: History) -> bool:
+    """Returns whether the job is finished and its newest version is a checkpoint."""
+    found = (c.version == history.version for c in usable(job, history))
+    return history.is_finished and any(found)
 
 
 def usable(job: Job, history: History) -> list[Checkpoint]:

@@ -23,12 +23,14 @@ class Settings:
 
     Attributes:
       lease_seconds: who was not heard of for so long counts as lost.
+      failover_seconds: the same for servers that hold no only copy of a block.
       rejoin_seconds: how long learners may take to find a service that restarted.
       save_every: commits between checkpoints.
       keep_checkpoints: how many are kept; a damaged one is replaced by an older one.
     """
 
     lease_seconds: float = 10.0
+    failover_seconds: float = 5.0
     rejoin_seconds: float = 60.0
     save_every: int = 100
     keep_checkpoints: int = 3

@@ -7,6 +7,7 @@ as a restart would do it, from the log.
 
     version      of the checkpoint
     servers      the names that the newest entry has
+    placement    the newest one, or null
     incarnations the highest of each learner
     evaluations  the number of their rows in eval.jsonl
     abandoned    the number of commits in abandoned.jsonl
@@ -31,9 +32,10 @@ from .members import Member
 
 CLASSES = {cls.__name__: cls for cls in (Member, Place, Plateau, Received)}
 OF_JOB = (
-    *("stopped", "num_bytes", "cut", "_received", "_places", "_time", "_event"),
+    *("stopped", "num_bytes", "cut", "_received", "_time", "_event"),
     "_commit_facts",
 )
+OF_PLACES = ("_places",)
 OF_MEMBERS = ("_live",)
 OF_EVALUATIONS = ("_plateau", "_newest")
 
@@ -63,11 +65,13 @@ def snapshot_of(job: Job, history: History, checkpoint: Checkpoint) -> Entry | N
     body = {
         "version": version,
         "servers": list(history.servers),
+        "placement": history.placement and history.placement.to_json(),
         "incarnations": [list(pair) for pair in history.incarnations.items()],
         "evaluations": before["evaluations"] + len(rows),
         "abandoned": before["abandoned"] + gone,
         "job": {
             "job": get_fields(shadow, OF_JOB, CLASSES),
+            "places": get_fields(shadow._places, OF_PLACES, CLASSES),
             "members": get_fields(shadow.members, OF_MEMBERS, CLASSES),
             "evaluations": get_fields(shadow._evaluations, OF_EVALUATIONS, CLASSES),
         },
@@ -80,6 +84,7 @@ def put_back(job: Job, body: Mapping[str, Any]) -> None:
     """Gives a job that was reset the state of a snapshot."""
     parts = body["job"]
     set_fields(job, parts["job"], OF_JOB, CLASSES)
+    set_fields(job._places, parts["places"], OF_PLACES, CLASSES)
     set_fields(job.members, parts["members"], OF_MEMBERS, CLASSES)
     set_fields(job._evaluations, parts["evaluations"], OF_EVALUATIONS, CLASSES)
     engine_snapshot.put_back(job.engine, body["engine"])

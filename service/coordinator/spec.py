@@ -18,7 +18,7 @@ from ..wire.errors import Refused
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FIELDS = (
     *("job", "policy", "num_learners", "num_rounds", "layout", "update"),
-    *("max_grad_norm", "skip_grad_norm", "compression", "data", "stop"),
+    *("max_grad_norm", "skip_grad_norm", "compression", "copies", "data", "stop"),
     *("config_digest", "version"),
 )
 
@@ -32,6 +32,7 @@ class JobSpec:
     num_learners: int
     num_rounds: int
     layout: Layout
+    copies: int
     max_grad_norm: float | None
     skip_grad_norm: float | None
     stop: StopRule | None
@@ -67,12 +68,20 @@ def parse_spec(message: Mapping[str, Any], version: str) -> JobSpec:
                 f"job {name!r}: {field} is {message[field]!r}, expected a whole "
                 "number >= 1"
             )
+    if message["copies"] not in (1, 2) or isinstance(message["copies"], bool):
+        raise Refused(f"job {name!r}: copies is {message['copies']!r}, expected 1 or 2")
+    if message["copies"] > 1 and message.get("tables"):
+        raise Refused(
+            f"job {name!r}: copies is {message['copies']}, and the job has tables, "
+            "whose rows have one copy each. Set copies to 1"
+        )
     return JobSpec(
         job=name,
         policy=_policy(name, message),
         num_learners=message["num_learners"],
         num_rounds=message["num_rounds"],
         layout=_layout(name, message),
+        copies=message["copies"],
         max_grad_norm=message["max_grad_norm"],
         skip_grad_norm=message["skip_grad_norm"],
         stop=_stop(name, message),

@@ -5,13 +5,11 @@ become seconds when somebody asks.
 """
 
 import collections
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from .board import Board
 from .job import Job
-from .servers import RemoteServer
 
 Status = dict[str, Any]
 
@@ -156,11 +154,3 @@ class ServerBeats:
         seconds = round(max(0.0, now - self.heard), 3)
         about = {"name": name, "address": self.address, "heard_s": seconds}
         return {**about, **self._held}
-
-
-@dataclasses.dataclass
-class Registered:
-    """A server that said it is there, and what it said since."""
-
-    server: RemoteServer
-    beats: ServerBeats

@@ -6,9 +6,9 @@ from typing import Any
 from ..wire.errors import Refused
 from ..wire.sums import Key, check_counts_all, contributions_of, is_sum, key_of
 from . import requests
-from .board import Place
 from .commits import Received
 from .members import Members
+from .places import Places
 from .requests import Body
 from .spec import JobSpec
 
@@ -19,7 +19,7 @@ def judged(
     now: float,
     received: Mapping[Key, Received],
     members: Members,
-    places: Mapping[int, Place],
+    places: Places,
 ) -> tuple[list[Body], list[list[int]]]:
     """Returns the entries for the log, and the contributions that cannot count.
 

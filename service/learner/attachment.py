@@ -59,14 +59,15 @@ class Attachment:
 
     def contribute(
         self,
-        push: Callable[[], Report],
+        push: Callable[[bool], Report],
         contribution: Callable[[list[Report]], dict[str, Any]],
         check: Callable[[], None],
     ) -> None:
         """Pushes in every process, and contributes, until that is acknowledged.
 
         Args:
-          push: returns the report of this process.
+          push: returns the report of this process; told whether servers have come
+            that need the contribution too.
           contribution: makes the message, given all reports; in the first process.
           check: raises an error if this learner should wait no longer.
         """
@@ -86,11 +87,17 @@ class Attachment:
 
         for _ in range(MAX_MOVES):
             answer = in_all(
-                self._group, "contribution", lambda: self._tried(push), contribute
+                *(self._group, "contribution"),
+                lambda: self._tried(lambda: push(False)),
+                contribute,
             )
             while answer["state"] == "wait":  # for the others below the merger
                 check()
                 answer = in_all(self._group, "contribution", dict, again)
+            while answer["state"] == "moved":
+                answer = in_all(
+                    self._group, "contribution", lambda: push(True), contribute
+                )
             if answer["state"] != "elsewhere":
                 return
             self.open(self._spec)

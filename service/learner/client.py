@@ -103,6 +103,10 @@ class Client:
                 return
             except Unavailable:
                 continue  # the next call that matters reports it
+            except ValueError:  # gRPC's, of a channel that is closed
+                if self._closed.is_set():
+                    return
+                raise
 
     def close(self) -> None:
         self._closed.set()

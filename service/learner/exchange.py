@@ -281,19 +281,24 @@ class Exchange:
         }
         pushed = pulled = 0
 
-        def push() -> dict[str, Any]:
+        def push(has_moved: bool) -> dict[str, Any]:
+            mover = self._attached.mover
+            assert mover is not None
             with _rejoining():
+                if has_moved:
+                    mover.refresh()
                 count = self._push(sent, before.round)
                 if self._tables is not None and self._group.is_first:
                     who = learner, self._incarnation, before.round
                     count += self._tables.push(rows, *who)
-            return {"bytes": count, "pulled": self._pulled}
+            return {"bytes": count, "pulled": self._pulled, "epoch": mover.epoch}
 
         def message(reports: list[dict[str, Any]]) -> dict[str, Any]:
             nonlocal pushed, pulled
-            pushed = sum(report["bytes"] for report in reports)
+            pushed += sum(report["bytes"] for report in reports)
             pulled = sum(report["pulled"] for report in reports)
-            return {**contribution, "bytes": pushed}
+            epoch = min(report["epoch"] for report in reports)
+            return {**contribution, "bytes": pushed, "epoch": epoch}
 
         self._attached.contribute(push, message, self._check_leaving)
         turn = self._wait_for_turn(before.round)

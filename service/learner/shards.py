@@ -5,7 +5,7 @@ devices hold is sent once, by the device with replica 0, and received once per p
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,11 +112,3 @@ def to_devices(
             x.shape, sharding, placed
         )
     return arrays
-
-
-def by_owner(parts: Iterable[Piece], owners: Mapping[int, str]) -> dict[str, list]:
-    """Groups pieces by the server that owns their block."""
-    found: dict[str, list] = {}
-    for piece in parts:
-        found.setdefault(owners[piece.block], []).append(piece)
-    return found

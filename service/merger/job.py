@@ -52,7 +52,7 @@ class MergedJob:
         self.layout = Layout.from_json(spec["layout"])
         self._policy = Policy.from_json(spec["policy"])
         self.push_codec = codecs.of_job(spec, "push")
-        blocks = range(len(self.layout.blocks))
+        blocks = set(range(len(self.layout.blocks)))
         self.staging = Staging(self.name, self.layout, blocks, Pool())
         self._upstream = upstream(self.layout)
         self._versions = Versions(self.layout, self._upstream)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..blocks.box import Box
 from ..blocks.layout import Layout
+from ..blocks.placement import Placement
 from ..rounds.policy import Policy
 from ..server.receiving import Receiving
 from ..wire import codecs, tensors
@@ -86,6 +87,12 @@ class Merger:
                 f"job asks for changes ({pull}). Set exchange.pull='{codecs.PLAIN}', "
                 "or let the learners use the service itself"
             )
+        if message.get("copies", 1) != 1:
+            raise Refused(
+                f"job {message.get('job')!r}: a merger does not follow blocks that "
+                f"move, and the job asks for {message['copies']} copies. Set "
+                "exchange.copies=1, or let the learners use the service itself"
+            )
         if message.get("tables"):
             raise Refused(
                 f"job {message.get('job')!r} has tables, whose rows a merger does not "
@@ -101,8 +108,7 @@ class Merger:
                 )
             job = self._jobs[name]
         job.opened(opened)
-        servers = {self.address: self.address}
-        return {**opened, "servers": servers, "place": self._place}
+        return {**opened, **self._described(), "place": self._place}
 
     def initialized(self, message: Message) -> Message:
         """Passes on the initial parameters, if they were sent here."""
@@ -116,7 +122,13 @@ class Merger:
         job = self._job(message)
         job.hear(message["learner"], answer["incarnation"])
         # The servers are those of this merger, as OpenJob has told.
-        return {**answer, "servers": {self.address: self.address}}
+        return {**answer, **self._described()}
+
+    def _described(self) -> Message:
+        """Returns that all blocks are here, as a coordinator says where they are."""
+        here = (self.address,)
+        placement = Placement(copies=1, before=here, members=here).to_json()
+        return {"servers": {self.address: self.address}, "placement": placement}
 
     def alive(self, message: Message) -> Message:
         self._hear(message)

@@ -21,9 +21,17 @@ from ..wire.errors import Refused
 
 
 def write_state(
-    folder: Path, block: int, facts: Mapping[str, Any], params: Any, opt_state: Any
+    folder: Path | None,
+    block: int,
+    facts: Mapping[str, Any],
+    params: Any,
+    opt_state: Any,
 ) -> int:
-    """Writes parameters and optimizer state of a block; returns the bytes."""
+    """Writes parameters and optimizer state of a block; returns the CRC32C.
+
+    Args:
+      folder: None writes nothing.
+    """
     named = {f"params/{path}": array for path, array in params.items()}
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     named |= {_name(path): np.asarray(leaf) for path, leaf in leaves}
@@ -57,26 +65,33 @@ def read_state(
 
 
 def write(
-    folder: Path, block: int, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    folder: Path | None,
+    block: int,
+    facts: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
 ) -> int:
-    """Writes a block and returns its bytes.
+    """Writes a block and returns the CRC32C of its arrays.
 
     Args:
+      folder: None writes nothing.
       facts: what must be equal when the block is read.
     """
     buffer = io.BytesIO()
     for array in arrays.values():
-        np.lib.format.write_array(buffer, _plain(array), allow_pickle=False)
+        np.lib.format.write_array(buffer, plain(array), allow_pickle=False)
     data = buffer.getvalue()
+    crc = google_crc32c.value(data)
+    if folder is None:
+        return crc
     _replace(_data_path(folder, block), data)
     index = {
         **facts,
         "nbytes": len(data),
-        "crc32c": google_crc32c.value(data),
+        "crc32c": crc,
         "arrays": [[name, array.dtype.name] for name, array in arrays.items()],
     }
     _replace(_index_path(folder, block), json.dumps(index, indent=1).encode())
-    return len(data)
+    return crc
 
 
 def read(folder: Path, block: int, facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -122,7 +137,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _plain(array: np.ndarray) -> np.ndarray:
+def plain(array: np.ndarray) -> np.ndarray:
     """Returns the array in a dtype of numpy's own: .npy has no name for bfloat16."""
     if array.dtype.isbuiltin == 1:
         return array

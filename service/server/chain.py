@@ -10,7 +10,7 @@ the plain codec nothing is packed, and what is published is exact.
 
 import collections
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..blocks.layout import Layout
 from ..wire.changes import advanced
 from ..wire.codecs import Codec
 from ..wire.tensors import Packed
+from .versions import read_only
 
 Slabs = tuple[np.ndarray, ...]  # of a block
 
@@ -117,6 +118,23 @@ class Chain:
             Packed(self._codec, box.shape, self._codec.to_bytes(part)) for part in parts
         ]
 
+    def add_block(self, version: int, block: int, exact: Slabs) -> None:
+        """Adds a block of another server; its changes begin at this version.
+
+        Args:
+          exact: none if they are what was published.
+        """
+        with self._lock:
+            if exact:
+                self._exact[block] = exact
+            self._changes[block], self._since[block] = [], version
+
+    def remove_blocks(self, blocks: Iterable[int]) -> None:
+        with self._lock:
+            for block in blocks:
+                for table in (self._exact, self._changes, self._since):
+                    table.pop(block, None)
+
     def states(
         self, published: Mapping[int, Slabs], opt_states: Mapping[int, Any]
     ) -> dict[int, Any]:
@@ -151,8 +169,3 @@ class Chain:
         slabs = self._layout.blocks[block].slabs
         each = sum(self._codec.nbytes(slab.box) for slab in slabs)
         return (self._layout.block_bytes(block) - 1) // each if each else 0
-
-
-def read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array

@@ -30,11 +30,12 @@ class JobStore(BlockStore):
         tables: Mapping[str, Sequence[int]] | None = None,
         *,
         make_update: MakeUpdate = no_optimizers,
+        version: int | None = None,
     ):
         """Args:
         tables: the blocks of each table that are held here; all by default.
         """
-        super().__init__(spec, owned, make_update=make_update)
+        super().__init__(spec, owned, make_update=make_update, version=version)
         self.tables: dict[str, RowStore] = {}
         for table in map(Table.from_json, spec.get("tables", ())):
             own = None if tables is None else tables.get(table.name, ())
@@ -105,8 +106,9 @@ class JobStore(BlockStore):
 
     def save(self, folder: str | Path, version: int) -> dict[str, Any]:
         answer = super().save(folder, version)
-        nbytes = [store.save(folder, version) for store in self.tables.values()]
-        return {**answer, "bytes": answer["bytes"] + sum(nbytes)}
+        for store in self.tables.values():
+            store.save(folder, version)
+        return answer
 
     def load(self, folder: str | Path, version: int) -> None:
         super().load(folder, version)

@@ -186,20 +186,14 @@ class RowStore:
             sums = digest.add(sums, digest.lanes(values, box, shape))
         return list(sums)
 
-    def save(self, folder: str | Path, version: int) -> int:
-        """Writes a version with its optimizer state, one file for each block.
-
-        Returns:
-          The bytes.
-        """
+    def save(self, folder: str | Path, version: int) -> None:
+        """Writes a version with its optimizer state, one file for each block."""
         folder = Path(folder) / self.table.name
         folder.mkdir(parents=True, exist_ok=True)
-        nbytes = 0
         for i, block in enumerate(self.owned):
             values, state = self._block(version, i)
             arrays = {"rows": values, "state": state}
-            nbytes += block_files.write(folder, block, self._facts(version), arrays)
-        return nbytes
+            block_files.write(folder, block, self._facts(version), arrays)
 
     def load(self, folder: str | Path, version: int) -> None:
         """Reads what servers saved, however many; forgets what was here before."""

@@ -4,6 +4,8 @@
 and tells a coordinator that it is there.
 """
 
+import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -14,11 +16,12 @@ from typing import Any
 from ..blocks.box import Box
 from ..blocks.pieces import pieces
 from ..wire import changes, tensors
-from ..wire.calls import Download, Server, Upload
+from ..wire.calls import Channel, Download, Server, Upload
 from ..wire.coordinators import reach
 from ..wire.credentials import Tls
 from ..wire.errors import OldTerm, Refused, Unavailable
 from ..wire.messages import Message, decode
+from . import copying
 from .fence import Fence
 from .job_store import JobStore
 from .receiving import Receiving
@@ -28,6 +31,7 @@ BEAT_SECONDS = 2.0
 RETRY_SECONDS = 0.5  # while no coordinator answers
 # With the last server the coordinator takes up its jobs, which loads checkpoints.
 REGISTER_SECONDS = 300.0
+FETCH_SECONDS = 10.0  # commits wait meanwhile
 # What a store is made of; the rest of a job's spec is for others.
 PARTS = ("layout", "policy", "update", "tables")
 _LOG = logging.getLogger(__name__)
@@ -45,21 +49,25 @@ class BlockServer:
     def __init__(
         self,
         make_update: MakeUpdate = no_optimizers,
+        connect: Callable[[str], Channel] = Channel,
         reached: Callable[[str], None] = lambda point: None,
     ):
         """Args:
         make_update: makes the updates that run a trainer's own optimizer.
+        connect: makes a channel to another server, from its address.
         reached: called with "apply" before a commit is applied; a drill may kill
           this process there.
         """
+        self._make_update, self._connect = make_update, connect
         self._reached = reached
-        self._make_update = make_update
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[Mapping[str, Any], JobStore]] = {}
         self._moved = {"received_bytes": 0, "sent_bytes": 0}  # since it was started
         self.fence = Fence()
         orders: dict[str, Callable[[Message], Message]] = {
             "Create": self.create,
+            "Place": self.place,
+            "Fetch": self.fetch,
             "Merge": self.merge,
             "Apply": self.apply,
             "Digest": self.digest,
@@ -78,6 +86,7 @@ class BlockServer:
             "PullChanges": Download(self.pull_changes),
             "PushRows": Upload(self.push_rows),
             "PullRows": Download(self.pull_rows),
+            "Copy": Download(self.copy),
         }
 
     def create(self, message: Message) -> Message:
@@ -100,9 +109,41 @@ class BlockServer:
                 if store.holds(blocks, tables):
                     return {"version": store.newest}
                 _LOG.warning("job %r: other blocks than before; starts empty", job)
-            store = JobStore(spec, blocks, tables, make_update=self._make_update)
+            store = JobStore(
+                *(spec, blocks, tables),
+                make_update=self._make_update,
+                version=message.get("newest"),
+            )
             self._jobs[job] = spec, store
             return {"version": store.newest}
+
+    def place(self, message: Message) -> Message:
+        """Says which blocks belong here, and which of them count."""
+        job, blocks, counted = fields(message, "job", "blocks", "counted")
+        self._store(job).place(blocks, counted)
+        return {}
+
+    def fetch(self, message: Message) -> Message:
+        """Copies blocks from the server at an address; says which have arrived."""
+        job, source, version, blocks = fields(
+            message, "job", "source", "version", "blocks"
+        )
+        store, channel = self._store(job), self._connect(source)
+        about = {"job": job, "version": version, "blocks": blocks}
+        arrived: list[int] = []
+        failed = None
+        try:
+            with contextlib.closing(channel):
+                stream = channel.download("Copy", about, FETCH_SECONDS)
+                arrived.extend(copying.decode(store, stream))
+        except (ConnectionError, Refused) as error:  # the other server is lost, maybe
+            failed = f"blocks did not arrive from {source}: {error}"
+        return {"arrived": arrived, "failed": failed}
+
+    def copy(self, message: Message) -> Iterator[bytes]:
+        """Sends blocks to another server."""
+        job, version, blocks = fields(message, "job", "version", "blocks")
+        return self._counted(copying.encode(self._store(job), version, blocks))
 
     def push(self, messages: Iterator[bytes]) -> Message:
         """Receives pieces of a contribution, after a message that says whose."""
@@ -289,7 +330,8 @@ class ServerProcess:
         coordinator: address to register at; those of several with commas between.
         reached: see BlockServer.
         """
-        self.blocks = BlockServer(make_update, reached)
+        connect = functools.partial(Channel, token=token, tls=tls)
+        self.blocks = BlockServer(make_update, connect, reached)
         self._server = Server(
             bind, self.blocks.methods, self.blocks.streams, token, tls
         )
@@ -307,6 +349,11 @@ class ServerProcess:
                 raise
             self._thread = threading.Thread(target=self._beat, daemon=True)
             self._thread.start()
+
+    def may_leave(self) -> bool:
+        """Asks the coordinator to leave; returns whether no job needs this server."""
+        answer = self._channel.call("LeaveServer", {"name": self.name}, BEAT_SECONDS)
+        return bool(answer["is_free"])
 
     def close(self) -> None:
         """Stops beating and answering."""

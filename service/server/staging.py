@@ -7,6 +7,7 @@ at which it is known to be right.
 """
 
 import enum
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,10 +71,10 @@ class Staged:
     overlap, and a block is read only once all of its pieces are there.
     """
 
-    def __init__(self, name: str, layout: Layout, owned: frozenset[int], pool: Pool):
+    def __init__(self, name: str, layout: Layout, accepted: set[int], pool: Pool):
         self._name = name
         self._layout = layout
-        self._owned = owned
+        self._accepted = accepted
         self._pool = pool
         self._lock = threading.Lock()
         self._buffers: dict[int, list[np.ndarray]] = {}
@@ -90,7 +91,7 @@ class Staged:
         """
         box = Box.at(start, array.shape)
         inside = check_piece(
-            self._name, self._layout, self._owned, block, slab, box, array.dtype
+            self._name, self._layout, self._accepted, block, slab, box, array.dtype
         )
         with self._lock:
             boxes = self._boxes[block, slab]
@@ -162,6 +163,17 @@ class Staged:
         # Slabs without elements have no pieces.
         return [self._pool.take(s.box.shape) for s in self._layout.blocks[block].slabs]
 
+    def pieces_of(self, block: int) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
+        """Returns copies of the pieces of a block: (slab, start, array)."""
+        found = []
+        with self._lock:
+            for i, slab in enumerate(self._layout.blocks[block].slabs):
+                for box in self._boxes.get((block, i), {}):
+                    index = (*box.slices(inside=slab.box), ...)
+                    array = self._buffers[block][i][index].copy()
+                    found.append((i, box.start, array))
+        return found
+
     def release(self) -> int:
         """Gives the buffers back to the pool; pieces must not be added afterwards.
 
@@ -212,7 +224,7 @@ class Staged:
 def check_piece(
     name: str,
     layout: Layout,
-    owned: frozenset[int],
+    accepted: set[int],
     block: int,
     slab: int,
     box: Box,
@@ -224,7 +236,7 @@ def check_piece(
       name: of the contribution, for messages.
       box: of the piece, in the coordinates of its leaf.
     """
-    if block not in owned:
+    if block not in accepted:
         raise Refused(
             f"{name}: block {block} is not held by this server; ask the coordinator "
             "for the servers of the job again"
@@ -254,10 +266,13 @@ class Staging:
     piece of a round up to the last dropped one is a repeated message, and is ignored.
     """
 
-    def __init__(self, job: str, layout: Layout, owned: Iterable[int], pool: Pool):
+    def __init__(self, job: str, layout: Layout, accepted: set[int], pool: Pool):
+        """Args:
+        accepted: the blocks of which pieces may come; whoever made it may change it.
+        """
         self._job = job
         self._layout = layout
-        self._owned = frozenset(owned)
+        self._accepted = accepted
         self._pool = pool
         self._lock = threading.Lock()
         self._staged: dict[Key, Staged] = {}
@@ -283,14 +298,14 @@ class Staging:
                 return None
             if key not in self._staged:
                 self._staged[key] = Staged(
-                    self.describe(key), self._layout, self._owned, self._pool
+                    self.describe(key), self._layout, self._accepted, self._pool
                 )
             return self._staged[key]
 
     def check(self, key: Key, block: int, slab: int, box: Box, dtype: np.dtype) -> None:
         """Refuses a piece that does not belong here, before its bytes are received."""
         name = self.describe(key)
-        check_piece(name, self._layout, self._owned, block, slab, box, dtype)
+        check_piece(name, self._layout, self._accepted, block, slab, box, dtype)
 
     def get(self, key: Key) -> Staged | None:
         with self._lock:
@@ -318,7 +333,7 @@ class Staging:
         """
         owner = (learner, incarnation)
         with self._lock:
-            last = float("inf") if round is None else round
+            last = math.inf if round is None else round
             self._dropped[owner] = max(last, self._dropped.get(owner, -1))
             keys = [k for k in self._staged if k[:2] == owner and round in (None, k[2])]
             found = [self._staged.pop(key) for key in keys]
@@ -333,6 +348,21 @@ class Staging:
                 self._dropped = {}
         for staged in found:
             staged.release()
+
+    def dropped(self) -> list[tuple[int, int, int | None]]:
+        """Returns (learner, incarnation, last round that was dropped; None: all)."""
+        with self._lock:
+            rounds = list(self._dropped.items())
+        return [(*who, int(x) if x < math.inf else None) for who, x in rounds]
+
+    def note_dropped(self, rows: Iterable[Sequence[int | None]]) -> None:
+        """Takes over what `dropped` of another server returned."""
+        with self._lock:
+            for learner, incarnation, round in rows:
+                assert learner is not None and incarnation is not None
+                last = math.inf if round is None else round
+                owner = learner, incarnation
+                self._dropped[owner] = max(last, self._dropped.get(owner, -1))
 
     def describe(self, key: Key) -> str:
         learner, incarnation, round = key

@@ -4,8 +4,7 @@ Commit n makes version n from version n - 1, out of place: a version never chang
 can be read as long as it is kept. `merge` computes the mean of a set of contributions,
 `apply` updates the parameters with it; both can be repeated.
 
-Two locks: `_commit_lock` lets one commit, drop or load happen at a time, and `_lock`
-guards the table of versions, for moments only. Who needs both takes the first first.
+`commit_lock` lets one commit, drop, load or move of blocks happen at a time.
 """
 
 import functools
@@ -18,20 +17,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..blocks import digest
 from ..blocks.box import Box
 from ..blocks.dtypes import dtype_of
 from ..blocks.layout import Layout
-from ..blocks.pieces import pieces
 from ..wire import codecs
 from ..wire.errors import Refused
 from . import block_files
-from .chain import Chain, read_only
+from .chain import Chain
 from .merging import Addend, mean_of, sum_of_squares
 from .staging import Key, Pool, Staged, Staging, key_of
 from .update import Axes, Compiled, MakeUpdate, no_optimizers, update_of
-
-Version = dict[int, tuple[np.ndarray, ...]]  # the slabs of every block
+from .versions import Version, Versions, read_only
 
 
 class Merged(NamedTuple):
@@ -47,7 +43,10 @@ class BlockStore:
     Attributes:
       layout: of the job.
       owned: indices of the blocks that are held here.
-      newest: number of the newest version; None until the initial parameters arrived.
+      counted: those of them that count in sums over all servers: each block once.
+      accepted: those of which pieces are staged: also some that are yet to come.
+      versions: of the blocks.
+      opt_states: of the blocks, of the newest version.
       staging: contributions that are not committed yet.
       push_codec: how their pieces are packed.
       chain: of the versions, which are what was published of exact parameters.
@@ -59,29 +58,37 @@ class BlockStore:
         owned: Iterable[int] | None = None,
         *,
         make_update: MakeUpdate = no_optimizers,
+        version: int | None = None,
     ):
         """Args:
         spec: JSON of the job: all but what concerns data and config is used here.
         owned: indices of the blocks held here; all by default.
         make_update: makes the update of kind "optimizer".
+        version: the newest one, for a store without blocks that will get some.
         """
         self.layout = Layout.from_json(spec["layout"])
         everything = range(len(self.layout.blocks))
         self.owned = tuple(sorted(everything if owned is None else set(owned)))
-        self.newest: int | None = None
+        self.counted = frozenset(self.owned)
+        self.accepted = set(self.owned)  # changed in place: staging looks at it
         self._name = str(spec["job"])
         self._compensation = float(spec["policy"].get("compensation", 0.0))
         self.push_codec = codecs.of_job(spec, "push")
         self.chain = Chain(codecs.of_job(spec, "pull"), self.layout)
         self._update = Compiled(update_of(spec, make_update))
-        self._commit_lock, self._lock = threading.RLock(), threading.RLock()
+        self.commit_lock = threading.RLock()
         self._pool = Pool()
-        self.staging = Staging(self._name, self.layout, self.owned, self._pool)
+        self.staging = Staging(self._name, self.layout, self.accepted, self._pool)
         self._merged: Merged | None = None
-        self._versions: dict[int, Version] = {}
-        self._opt_states: dict[int, Any] = {}
+        self.versions = Versions(self._name, self.layout)
+        self.opt_states: dict[int, Any] = {}
         if not self.owned:  # few blocks and many servers: nothing will ever arrive
-            self._versions, self.newest = {0: {}}, 0
+            self.versions.reset(version or 0, {})
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version; None until the initial parameters have arrived."""
+        return self.versions.newest
 
     def stage(
         self,
@@ -132,9 +139,9 @@ class BlockStore:
             coefficient; with compensation also weight.
 
         Returns:
-          The sum of squares over the blocks held here, and whether it is finite.
+          The sum of squares over the blocks that count, and whether it is finite.
         """
-        with self._commit_lock:
+        with self.commit_lock:
             newest = self._check_next(version, "merge")
             self._release_merged()
             blocks = self._blocks_of(fragment)
@@ -150,11 +157,12 @@ class BlockStore:
                 means[block] = mean_of(
                     [self._addend(block, c, staged) for c, staged in found],
                     divisor,
-                    self.chain.exact(block, self._versions[newest][block]),
+                    self.chain.exact(block, self.versions[newest][block]),
                     self._pool,
                     compensation=self._compensation,
                 )
-                total += sum(map(sum_of_squares, means[block]))
+                if block in self.counted:
+                    total += sum(map(sum_of_squares, means[block]))
             self._merged = Merged(version, means)
         return {"sum_of_squares": total, "finite": math.isfinite(total)}
 
@@ -177,86 +185,58 @@ class BlockStore:
           drop: (learner, incarnation, round) of contributions that are done with; a
             round of None means all of that incarnation.
         """
-        with self._commit_lock:
+        with self.commit_lock:
             if self.newest is None or version > self.newest:
                 newest = self._check_next(version, "apply")
-                new = dict(self._versions[newest])
+                new = dict(self.versions[newest])
                 if scale != 0:
                     new |= self._apply_merged(version, new, scale, step, share)
-                with self._lock:
-                    self._versions[version] = new
-                    self.newest = version
+                self.versions.add(version, new)
                 self._release_merged()
-            self._forget_except(keep)
+            self.versions.forget_except(keep)
             self.drop(drop)
             return {"version": self.newest}
 
     def drop(self, keys: Iterable[Sequence[Any]]) -> int:
         """Forgets staged contributions, as `apply` does; returns their bytes."""
-        with self._commit_lock:
+        with self.commit_lock:
             return sum(self.staging.drop(*key) for key in keys)
 
     def read(self, version: int, leaf: int, box: Box) -> np.ndarray:
         """Returns the elements of a box, read-only."""
-        if not 0 <= leaf < len(self.layout.leaves):
-            raise Refused(
-                f"job {self._name!r} has {len(self.layout.leaves)} leaves, not {leaf}"
-            )
-        blocks = self._version(version)
-        found = pieces(self.layout, leaf, box)
-        for block, _, part in found:
-            if block not in blocks:
-                raise Refused(
-                    f"{self.layout.leaves[leaf].path}{part} is in block {block}, which "
-                    "is not held by this server; ask the coordinator for the servers"
-                )
-        views = []
-        for block, slab, part in found:
-            inside = self.layout.blocks[block].slabs[slab].box
-            # The dots keep an array without dimensions an array.
-            index = (*part.slices(inside=inside), ...)
-            views.append((part, blocks[block][slab][index]))
-        if len(views) == 1:
-            return views[0][1]
-        whole = np.empty(box.shape, dtype_of(self.layout.leaves[leaf].dtype))
-        for part, view in views:
-            whole[part.slices(inside=box)] = view
-        return whole
+        return self.versions.read(version, leaf, box)
 
     def digest_lanes(self, version: int) -> dict[str, list[int]]:
-        """Returns {path: [sum, sum]} over the elements held here; see blocks/digest."""
-        sums: dict[str, tuple[int, int]] = {}
-        for block, arrays in self._version(version).items():
-            for slab, array in zip(
-                self.layout.blocks[block].slabs, arrays, strict=True
-            ):
-                leaf = self.layout.leaves[slab.leaf]
-                part = digest.lanes(array, slab.box, leaf.shape)
-                sums[leaf.path] = digest.add(sums.get(leaf.path, (0, 0)), part)
-        return {path: list(lanes) for path, lanes in sums.items()}
+        """Returns {path: [sum, sum]} over the blocks that count; see blocks/digest."""
+        return self.versions.digest_lanes(version, sorted(self.counted))
 
     def save(self, folder: str | Path, version: int) -> dict[str, Any]:
         """Writes the newest version and the optimizer state, one file for each block.
 
-        Servers of one job save into one folder; commits go on meanwhile.
+        Servers of one job save into one folder; commits go on meanwhile. Blocks that do
+        not count are written by another server: here, only their CRC32C is computed.
+
+        Returns:
+          {"crcs": {block: CRC32C of parameters and optimizer state}}.
         """
-        with self._commit_lock:
+        with self.commit_lock:
             if version != self.newest:
                 raise Refused(
                     f"save of version {version} of job {self._name!r}: the newest is "
                     f"{self.newest}, and only its optimizer state is there"
                 )
-            blocks = self._versions[version]
-            opt_states = self.chain.states(blocks, self._opt_states)
+            blocks = self.versions[version]
+            opt_states = self.chain.states(blocks, self.opt_states)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        nbytes = 0
+        crcs = {}
         for block in self.owned:
             params = dict(zip(self._axes(block), blocks[block], strict=True))
-            nbytes += block_files.write_state(
-                folder, block, self._facts(version), params, opt_states[block]
+            where = folder if block in self.counted else None
+            crcs[block] = block_files.write_state(
+                where, block, self._facts(version), params, opt_states[block]
             )
-        return {"blocks": list(self.owned), "bytes": nbytes}
+        return {"crcs": crcs}
 
     def load(self, folder: str | Path, version: int) -> None:
         """Reads what servers saved, however many; forgets what was here before."""
@@ -272,24 +252,64 @@ class BlockStore:
                 self.chain.template(functools.partial(self._update.init, axes=axes)),
             )
             blocks[block] = tuple(map(read_only, params.values()))
-        with self._commit_lock:
+        with self.commit_lock:
             self._release_merged()
             self.staging.clear()
-            self._opt_states = self.chain.begin(version, opt_states)
-            with self._lock:
-                self._versions, self.newest = {version: blocks}, version
+            self.opt_states = self.chain.begin(version, opt_states)
+            self.versions.reset(version, blocks)
+
+    def place(self, blocks: Iterable[int], counted: Iterable[int]) -> None:
+        """Says which blocks belong here: others are removed, new ones may arrive.
+
+        Args:
+          counted: those that count in sums over all servers.
+        """
+        wanted = set(blocks)
+        with self.commit_lock:
+            gone = [block for block in self.owned if block not in wanted]
+            self.owned = tuple(block for block in self.owned if block in wanted)
+            self.counted = frozenset(counted)
+            self.accepted |= wanted
+            self.accepted &= wanted
+            self.versions.remove_blocks(gone)
+            self.chain.remove_blocks(gone)
+            for block in gone:
+                self.opt_states.pop(block, None)
+
+    def adopt(
+        self,
+        block: int,
+        versions: dict[int, tuple[np.ndarray, ...]],
+        opt_state: list[np.ndarray],
+        exact: tuple[np.ndarray, ...],
+    ) -> None:
+        """Takes over a block of another server, with all that belongs to it.
+
+        Args:
+          exact: the newest parameters, if what was published of them differs.
+        """
+        newest = self.newest
+        assert newest in versions, (newest, versions.keys())
+        axes = self._axes(block)
+        params = dict(zip(axes, versions[newest], strict=True))
+        structure = jax.tree.structure(self._update.init(params, axes))
+        leaves = map(jax.numpy.asarray, opt_state)
+        self.opt_states[block] = jax.tree.unflatten(structure, leaves)
+        self.chain.add_block(newest, block, exact)
+        self.versions.add_block(block, versions)
+        self.owned = tuple(sorted({*self.owned, block}))
 
     def status(self) -> dict[str, Any]:
         """Returns what the store holds, for people and for the coordinator."""
-        with self._lock:
-            return {
-                "job": self._name,
-                "version": self.newest,
-                "versions": sorted(self._versions),
-                "blocks": len(self.owned),
-                "bytes": sum(map(self.layout.block_bytes, self.owned)),
-                "staged": [list(key) for key in self.staging.keys()],
-            }
+        return {
+            "job": self._name,
+            "version": self.newest,
+            "versions": self.versions.numbers(),
+            "blocks": len(self.owned),
+            "held": list(self.owned),
+            "bytes": sum(map(self.layout.block_bytes, self.owned)),
+            "staged": [list(key) for key in self.staging.keys()],
+        }
 
     def _blocks_of(self, fragment: int | None) -> list[int]:
         fragments = self.layout.fragments
@@ -301,15 +321,6 @@ class BlockStore:
 
     def _facts(self, version: int) -> dict[str, Any]:
         return {"version": version, "layout": self.layout.digest}
-
-    def _version(self, version: int) -> Version:
-        with self._lock:
-            if version not in self._versions:
-                raise Refused(
-                    f"version {version} of job {self._name!r} is not here; the newest "
-                    f"is {self.newest}"
-                )
-            return self._versions[version]
 
     def _check_next(self, version: int, verb: str) -> int:
         """Returns the newest version; refuses any but the one after it."""
@@ -327,7 +338,7 @@ class BlockStore:
 
     def _initialize(self, key: Key) -> None:
         """Makes version 0 of the staged parameters."""
-        with self._commit_lock:
+        with self.commit_lock:
             staged = self.staging.get(key)
             if staged is None or self.newest is not None:
                 return
@@ -341,16 +352,15 @@ class BlockStore:
                 )
                 axes = self._axes(block)
                 params = dict(zip(axes, version[block], strict=True))
-                self._opt_states[block] = self._update.init(params, axes)
-            with self._lock:
-                self._versions, self.newest = {0: version}, 0
+                self.opt_states[block] = self._update.init(params, axes)
+            self.versions.reset(0, version)
             self.staging.clear(round=0)
 
     def _addend(self, block: int, facts: Mapping[str, Any], staged: Staged) -> Addend:
         arrays, coefficient = staged.arrays(block), facts["coefficient"]
         if not self._compensation or facts["base"] == self.newest:
             return Addend(arrays, coefficient)
-        base = self._version(facts["base"])[block]
+        base = self.versions[facts["base"]][block]
         return Addend(arrays, coefficient, base, facts["weight"])
 
     def _apply_merged(
@@ -367,7 +377,7 @@ class BlockStore:
             axes = self._axes(block)
             results[block] = self._update.update(
                 dict(zip(axes, arrays, strict=True)),
-                self._opt_states[block],
+                self.opt_states[block],
                 dict(zip(axes, self.chain.exact(block, old[block]), strict=True)),
                 axes,
                 scale=scale,
@@ -380,7 +390,7 @@ class BlockStore:
             # By path: jax sorts dictionaries, slabs are in the order of the block.
             exact = (read_only(np.asarray(params[path])) for path in self._axes(block))
             new[block] = self.chain.publish(version, block, old[block], tuple(exact))
-            self._opt_states[block] = opt_state
+            self.opt_states[block] = opt_state
         return new
 
     def _release_merged(self) -> None:
@@ -388,9 +398,3 @@ class BlockStore:
         if merged is not None:
             for array in (x for arrays in merged.mean.values() for x in arrays):
                 self._pool.give(array)
-
-    def _forget_except(self, keep: Iterable[int]) -> None:
-        wanted = {self.newest, *keep}
-        with self._lock:
-            for version in [v for v in self._versions if v not in wanted]:
-                del self._versions[version]

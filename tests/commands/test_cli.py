@@ -17,7 +17,7 @@ from meshloom.trainer.commands import report
 CONFIG_FLAGS = {"--config", "--set", "--mesh"}
 SUPERVISED = {"--cpu-devices", "--max-restarts", "--stall-seconds", "--start-seconds"}
 SUPERVISED |= {"--grace-seconds", "--logs", "COMMAND"}
-FLEET = {"--learners", "--servers", "--each", "--save-commits"}
+FLEET = {"--learners", "--servers", "--copies", "--each", "--save-commits"}
 CLUSTER = {"--learners", "--slow", "--step-seconds", "--params", "--link", "--jitter"}
 CLUSTER |= {"--latency", "--mtbf", "--restart", "--seed", "--policy", "--svg", "--json"}
 FLAGS = {

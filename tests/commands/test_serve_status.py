@@ -215,3 +215,13 @@ def test_a_line_is_shown_when_a_job_moves():
     assert lines({"a": running | {"version": 11}}) == [
         "a: running, version 11, 0.05 rounds/s, learners 2/3 (1 waiting), 0 MB/s"
     ]
+
+
+def test_a_job_that_waits_for_servers_at_first_has_a_status_line_later():
+    now = [0.0]
+    status = StatusLines(lambda: now[0])
+    assert status.lines({"run": {"state": "waiting for servers"}}) == []
+    found = []
+    for now[0], version in ((20.0, 3), (40.0, 5)):
+        found = status.lines({"run": {"state": "running", "version": version}})
+    assert len(found) == 1 and "running, version 5, 0.1 rounds/s" in found[0]

@@ -49,6 +49,7 @@ class FakeServer:
         self.name, self.address, self.fate = name, f"{name}:1", fate
         self.applied: list[int] = []
         self.refusing: dict[str, Exception] = {}
+        self.blocks: dict[str, list[int]] = {}  # of each job
         self.lose()
 
     def lose(self) -> None:
@@ -73,6 +74,7 @@ class FakeServer:
     def create(self, message):
         assert message["blocks"], "a server without blocks has no part in a job"
         fresh = {"version": None, "versions": {}, "staged": {}, "merged": None}
+        self.blocks[message["job"]] = message["blocks"]
         self.jobs.setdefault(message["job"], fresh)
         return {}
 
@@ -88,7 +90,12 @@ class FakeServer:
         state = self.of(message)
         staged = [list(key) for key in state["staged"]]
         about = {"staged": staged, "blocks": 1, "bytes": 64}
+        about["held"] = self.blocks[message["job"]]
         return {"version": state["version"], **about}
+
+    def place(self, message):
+        self.of(message)
+        return {}
 
     def drop(self, message):
         staged = self.of(message)["staged"]
@@ -139,7 +146,7 @@ class FakeServer:
         assert message["version"] == state["version"]
         path = pathlib.Path(message["folder"]) / f"{self.name}.json"
         path.write_text(json.dumps(state["versions"][state["version"]]))
-        return {}
+        return {"crcs": {}}
 
     def load(self, message):
         path = pathlib.Path(message["folder"]) / f"{self.name}.json"
@@ -215,7 +222,13 @@ class House:
         self.stop()
         self.log = FatalLog.embedded(self.folder / "coordinator.db")
         self.log.fate = self.fate
-        group = ServerGroup(self.spec.job, self.spec.layout, self.servers)
+        log, name = self.log, self.spec.job
+
+        def record(placement, why: str) -> None:
+            log.append(name, "placement", {"placement": placement.to_json()})
+
+        about = name, self.spec.layout, self.servers
+        group = ServerGroup(*about, copies=self.spec.copies, record=record)
         if not self.log.read(self.spec.job):
             body = {"spec": self.message, "servers": group.names}
             self.log.append(self.spec.job, "spec", body)
@@ -272,6 +285,7 @@ class House:
             **{"learner": learner, "incarnation": incarnation, "round": round},
             **{"base": base, "weight": 2.0, "steps": 1},
             "sums": {"loss": 2.0 * (learner + 1), "weight": 2.0},
+            "epoch": self.job.servers.placement.epoch,
             **more,
         }
         return self.ask("contribute", **message)
@@ -375,8 +389,11 @@ def opened(center, make_spec):
     for server in center.servers:
         center.call("RegisterServer", name=server.name, address=server.address)
     answer = center.call("OpenJob", **make_spec())
+    names = ["s0", "s1"]
+    where = {"copies": 1, "epoch": 0, "since": 0, "lost": []}
     assert answer == {
         "servers": {"s0": "s0:1", "s1": "s1:1"},
+        "placement": {**where, "before": names, "members": names},
         "initialize": True,
         "version": 0,
     }

@@ -9,6 +9,8 @@ import pytest
 from mortal_jobs import load_if_done, play_to_the_end
 
 from meshloom.service.coordinator import cleaning, snapshots
+from meshloom.service.coordinator.history import make_history
+from meshloom.service.coordinator.servers import ServerLost
 from meshloom.service.rounds import snapshot as engine_snapshot
 from meshloom.service.rounds.encoding import get_fields
 
@@ -99,6 +101,7 @@ def state_of(job) -> dict:
         "engine": engine_snapshot.take(job.engine),
         "job": get_fields(job, (*snapshots.OF_JOB, "is_finished"), snapshots.CLASSES),
         "saved": (job.saved, job.is_initialized, job.engine.version),
+        "places": get_fields(job._places, snapshots.OF_PLACES, snapshots.CLASSES),
         "members": members,
         "evaluations": evaluations,
     }
@@ -143,6 +146,41 @@ def test_a_restart_takes_up_the_same_as_from_the_whole_log(make_house, killed, m
         assert all(files), "a file is empty"
         found.append((state_of(job), files))
     assert found[0] == found[1]
+
+
+def test_a_snapshot_has_the_newest_placement(make_house, killed):
+    """A server is lost; the entry of it is removed, and a restart knows it."""
+    house = make(make_house, "copies", copies=2, num_rounds=20)
+    learners = [Learner(house, index) for index in range(2)]
+    house.start()
+    house.initialize()
+    for turn in range(10):
+        learners[turn % 2].play()
+    gone = house.servers.pop().name
+    house.job.servers.lose(ServerLost(gone, "it was killed"))
+    placement = house.job.servers.placement
+    assert placement.members == ("s0",) and placement.lost == ("s1",)
+    for turn in range(20):
+        learners[turn % 2].play()
+    kinds = [entry.kind for entry in house.log.read("run")]
+    assert "snapshot" in kinds and "placement" not in kinds
+    assert make_history(house.log.read("run")).placement == placement
+    version = house.job.engine.version
+    assert version > 3
+    job = house.start()
+    assert job.servers.placement == placement and job.engine.version == version
+    assert not any("abandoned" in line for line in house.said)
+
+
+def test_blocks_with_copies_stay_when_a_job_is_done(make_house, killed):
+    """Servers that come and go move them: they cannot be at none."""
+    house = finished(make_house, killed, copies=2)
+    house.ask("clean")
+    assert house.ask("clean") == {"found": []} and house.servers[0].jobs
+    for server in house.servers:
+        server.lose()
+    house.start()  # they are loaded again
+    assert house.job.engine.version == ROUNDS and house.servers[0].jobs
 
 
 def test_the_log_stays_short_and_the_commits_are_all_there(make_house, killed):
@@ -193,11 +231,12 @@ def test_a_snapshot_has_all_that_a_job_remembers(make_house):
     found = {"is_initialized", "is_finished", "is_held", "saved"}
     found |= {"_logged", "_newest_logged"}
     moment = {"_queue", "_polled"}
-    parts = {"engine", "members", "_evaluations"}
+    parts = {"engine", "members", "_evaluations", "_places"}
     assert set(vars(job)) == constant | found | moment | parts | {*snapshots.OF_JOB}
     assert {*snapshots.OF_MEMBERS, "_incarnations"} == set(vars(job.members)) - {
         *("_job", "_num_learners", "_lease_seconds")
     }
+    assert {*snapshots.OF_PLACES} == set(vars(job._places))
     evaluations = set(vars(job._evaluations)) - {"_rule"}
     assert evaluations == {*snapshots.OF_EVALUATIONS}
 
@@ -229,9 +268,9 @@ def test_a_log_that_leads_elsewhere_stays_as_it_is(make_house, killed, monkeypat
     assert house.ask("save_now") == {"version": ROUNDS}  # it goes on
 
 
-def finished(make_house, killed):
+def finished(make_house, killed, **changes):
     """Returns a house whose job is done and whose learners have left."""
-    house = play(make(make_house, "house"), killed, Lazy)
+    house = play(make(make_house, "house", **changes), killed, Lazy)
     assert house.ask("clean", dry_run=True)["found"][1:] == []  # learners read
     for learner in range(2):
         house.ask("leave", learner=learner, incarnation=1)

@@ -48,6 +48,7 @@ def test_a_learner_of_another_kind_is_refused(opened, make_spec, other):
 BAD_SPECS = {
     "version": ({"version": "9"}, "the learner runs meshloom 9, the service 0.1.0"),
     "name": ({"job": "../up"}, r"job name '../up': expected letters, digits"),
+    "copies": ({"copies": 3}, "copies is 3, expected 1 or 2"),
     "learners": ({"num_learners": 0}, "num_learners is 0, expected a whole number"),
     "quorum": (
         {"policy": make_policy("backup-workers", quorum=3).to_json()},

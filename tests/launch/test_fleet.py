@@ -56,12 +56,14 @@ def test_a_learner_that_is_killed_is_restarted_alone(tmp_path):
         ("coordinator", {"end": 1}, {"coordinator"}),
         ("coordinator", {"end": 69}, {"coordinator", "server 0", "server 1"}),
         ("server 1", {"end": "kill"}, {"coordinator", "server 0", "server 1"}),
+        ("server 1", {"end": "kill", "copies": 2}, {"server 1"}),
     ],
 )
 def test_what_of_the_service_is_restarted(role, action, restarted, tmp_path):
+    copies = action.get("copies", 1)
     everyone = [f"seen/{name}.json" for name in FIRST]
     plan = {role: [action | {"until": everyone}, {"final": True}], **LEARNERS}
-    with RunningFleet(tmp_path, plan) as fleet:
+    with RunningFleet(tmp_path, plan, copies=copies) as fleet:
         names = [name.replace(" ", "-") for name in restarted]
         fleet.until_seen(*FIRST, *(f"{name}-1" for name in names))
         fleet.process.send_signal(signal.SIGTERM)

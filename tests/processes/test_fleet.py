@@ -164,3 +164,22 @@ def test_a_fleet_on_two_hosts(target, tmp_path):
     for number, host in enumerate((a, b)):
         log = run / "learners" / str(number) / "logs" / "worker-0.log"
         assert f"process 0 of 1 on host {host.name}, " in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_is_replaced_and_nobody_else_notices(tmp_path):
+    """Two copies of each block, with AdamW's state; both servers of some blocks die."""
+    flags = ["--cpu-devices", "1", "--servers", "3", "--copies", "2"]
+    train = [*SMALL, "--steps", str(NUM_STEPS), *SLOWLY]
+    with real_fleet(tmp_path, train, flags=flags) as fleet:
+        for number, name in enumerate(("server 0", "server 1"), start=1):
+            commit = last_commit(fleet.run) or 0
+            fleet.until_commit(commit + 3)
+            fleet.kill(name)
+            fleet.until(lambda: fleet.text.count("copies of blocks in") >= 2 * number)  # noqa: B023
+        check_done(fleet)
+    assert "abandoned" not in fleet.text
+    starts = {name: n for name, n in fleet.starts().items() if n > 1}
+    assert starts == {"server 0": 2, "server 1": 2}
+    assert fleet.who() == {(0, 1), (1, 1)}
+    check_replay(fleet.run)

@@ -53,6 +53,7 @@ def test_blocks_of_the_data_are_rows_of_batches_in_order():
         ({"block_bytes": 0}, "block_bytes must be >= 1, got 0"),
         ({"pull": "int4"}, "pull='int4' is not a compression; expected float32"),
         ({"pull": "topk:0.1"}, "pull='topk:0.1': top-k is for `push` only; expected f"),
+        ({"copies": 3}, "copies must be 1 or 2, got 3"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

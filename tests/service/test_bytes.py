@@ -11,7 +11,9 @@ from meshloom.service.blocks import hashing
 from meshloom.service.blocks.box import Box
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.blocks.pieces import pieces
+from meshloom.service.blocks.placement import Placement
 from meshloom.service.learner.mover import Mover
+from meshloom.service.learner.servers import Servers
 from meshloom.service.learner.shards import to_pieces
 from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire import codecs
@@ -57,9 +59,12 @@ def serving(fragments, pull="float32"):
     assert len(layout.blocks) > 24
     servers = [ServerProcess(), ServerProcess()]
     with relays(*(server.address for server in servers)) as made:
-        addresses = [relay.address for relay in made]
+        addresses = tuple(relay.address for relay in made)
         owners = hashing.owners(layout, "job", addresses)
         channels = {address: Channel(address) for address in addresses}
+        placement = Placement(copies=1, before=addresses, members=addresses)
+        opened = {"servers": dict(zip(addresses, addresses, strict=True))}
+        opened["placement"] = placement.to_json()
         spec = {"job": "job", "policy": {"outer": OUTER, "compensation": 0.0}}
         spec |= {"layout": layout.to_json(), "update": {"kind": "outer"}}
         spec["compression"] = {"push": "float32", "pull": pull}
@@ -67,7 +72,8 @@ def serving(fragments, pull="float32"):
             blocks = [block for block, owner in owners.items() if owner == address]
             assert len(blocks) > 2
             channel.call("Create", {"job": "job", "spec": spec, "blocks": blocks})
-        mover = Mover("job", layout, owners, channels)
+        servers_of = Servers("job", layout, opened, Channel, lambda: opened)
+        mover = Mover("job", layout, servers_of)
         yield layout, mover, made, servers
         mover.close()
     for server in servers:
@@ -139,7 +145,7 @@ def test_changes_are_what_a_pull_moves(pull):
         hosts = shards(2)
         for host in hosts:
             mover.push(to_pieces(layout, host, None), 0, 0, 0)
-        learners = [Mover("job", layout, mover._owners, mover._channels) for _ in "ab"]
+        learners = [Mover("job", layout, mover._servers) for _ in "ab"]
         held: list[dict] = [{}, {}]
 
         def pull_in(number, version):
@@ -187,7 +193,10 @@ def test_an_array_without_dimensions_is_pulled():
     spec = {"job": "job", "policy": {"outer": OUTER}, "layout": layout.to_json()}
     spec |= {"update": {"kind": "outer"}}
     channel.call("Create", {"job": "job", "spec": spec, "blocks": [0]})
-    mover = Mover("job", layout, {0: "s"}, {"s": channel})
+    placement = Placement(copies=1, before=("s",), members=("s",)).to_json()
+    opened = {"servers": {"s": server.address}, "placement": placement}
+    servers = Servers("job", layout, opened, Channel, lambda: opened)
+    mover = Mover("job", layout, servers)
     box = Box((), ())
     mover.push(to_pieces(layout, {(0, box): np.float32(3).reshape(())}, None), 0, 0, 0)
     into = {(0, box): np.zeros((), np.float32)}

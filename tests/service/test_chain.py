@@ -131,8 +131,8 @@ def test_rounding_errors_do_not_add_up(pull):
         commit(store, version)
         commit(plain, version)
         for block in store.owned:
-            before = plain.chain.exact(block, plain._versions[version][block])
-            exact = store.chain.exact(block, store._versions[version][block])
+            before = plain.chain.exact(block, plain.versions[version][block])
+            exact = store.chain.exact(block, store.versions[version][block])
             assert same(before, exact)  # the optimizer sees no rounding
         step = np.abs(whole(plain, version)[0] - last[0]).max()
         error = np.abs(whole(plain, version)[0] - whole(store, version)[0]).max()
@@ -186,7 +186,7 @@ def test_a_checkpoint_has_both_and_the_chain_goes_on_from_it(tmp_path):
         commit(again, version)
         assert same(whole(store, version), whole(again, version))
     for block in store.owned:
-        exact = (s.chain.exact(block, s._versions[5][block]) for s in (store, again))
+        exact = (s.chain.exact(block, s.versions[5][block]) for s in (store, again))
         assert same(*exact)
     # It began at 3, so it has two changes.
     assert reader.read(again, 5) < 0.6 * Reader(BOXES).read(again, 5)
@@ -254,8 +254,8 @@ def test_compensation_compares_with_what_was_published():
     outer = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
     store = store_of("int8", outer=outer, compensation=0.5)
     commit(store, 1, keep=[0])
-    exact = store.chain.exact(0, store._versions[1][0])
-    base = [np.array(x) for x in store._versions[0][0]]
+    exact = store.chain.exact(0, store.versions[1][0])
+    base = [np.array(x) for x in store.versions[0][0]]
     ones = [np.ones(x.shape, np.float32) for x in values(0, LAYOUT)]
     send(store, 1, 1, ones)
     store.merge(2, 0, [{**row(1, 1, 0), "weight": 1.0}], 1.0)

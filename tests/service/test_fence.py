@@ -9,7 +9,10 @@ from meshloom.service.server.server import BlockServer, ServerProcess
 from meshloom.service.wire.calls import Channel, Server
 from meshloom.service.wire.errors import OldTerm, Refused
 
-ORDERS = ("Create", "Merge", "Apply", "Digest", "Save", "Load", "Drop", "Forget")
+ORDERS = (
+    *("Create", "Place", "Fetch", "Merge", "Apply", "Digest", "Save", "Load", "Drop"),
+    "Forget",
+)
 
 
 def test_every_order_of_an_older_term_is_refused_by_name():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshloom.service.blocks.hashing import owner, owners
+from meshloom.service.blocks.hashing import holders, owners, ranked
 from meshloom.service.blocks.layout import Leaf, make_layout
 
 LAYOUT = make_layout([Leaf("w", (2000, 4), "float32", (None, None))], block_bytes=16)
@@ -28,7 +28,17 @@ def test_a_server_that_leaves_gives_up_only_its_own_blocks():
 
 def test_neither_the_order_of_servers_nor_the_process_matters():
     assert owners(LAYOUT, "job", SERVERS) == owners(LAYOUT, "job", SERVERS[::-1])
-    assert owner("job/0", ["a", "b", "c"]) == "b"  # the same in every process
+    assert ranked("job/0", ["a", "b", "c"], 1) == ("b",)  # the same in every process
+
+
+def test_copies_are_on_different_servers_and_the_backup_takes_over():
+    before = holders(LAYOUT, "job", SERVERS, 2)
+    assert all(len(set(names)) == 2 for names in before.values())
+    after = holders(LAYOUT, "job", SERVERS[:-1], 2)
+    for block, names in before.items():
+        kept = [name for name in names if name != SERVERS[-1]]
+        assert list(after[block][: len(kept)]) == kept  # in the same order
+    assert holders(LAYOUT, "job", SERVERS[:1], 2)[0] == (SERVERS[0],)
 
 
 def test_jobs_are_spread_differently():
@@ -37,4 +47,4 @@ def test_jobs_are_spread_differently():
 
 def test_no_servers_is_an_error():
     with pytest.raises(ValueError, match="block job/0: there are no servers"):
-        owner("job/0", [])
+        ranked("job/0", [], 2)

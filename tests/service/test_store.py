@@ -255,7 +255,7 @@ def test_a_fragment_leaves_other_blocks_as_they_are():
     assert store.is_complete(0, 0, 1, fragment=1)
     assert not store.is_complete(0, 0, 1, fragment=0)
     commit(store, 1, fragment=1, keep=[0], learner=1)
-    old, new = store._versions[0], store._versions[1]
+    old, new = store.versions[0], store.versions[1]
     for block in layout.blocks:
         index = block.index
         if layout.fragment_of(index) == 0:

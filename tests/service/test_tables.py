@@ -207,11 +207,15 @@ def test_learners_must_agree_on_tables():
     ):
         with pytest.raises(Refused, match=found):
             parse_spec(small_spec(tables=tables), VERSION)
+    with pytest.raises(Refused, match="copies is 2, and the job has tables, whose row"):
+        parse_spec(small_spec(copies=2), VERSION)
 
 
-def test_mergers_refuse_a_job_with_tables(tmp_path):
+def test_mergers_refuse_a_job_with_tables_or_copies(tmp_path):
     with trees.service(tmp_path, make_policy("local-sgd"), 2) as service:
         channel = Channel(service.merger().address)
         with pytest.raises(Refused, match="has tables, whose rows a merger does not"):
             channel.call("OpenJob", small_spec())
+        with pytest.raises(Refused, match=r"move, and .* 2 copies. Set exchange.copie"):
+            channel.call("OpenJob", small_spec(copies=2, tables=[]))
         channel.close()

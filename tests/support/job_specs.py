@@ -21,6 +21,7 @@ def job_spec(policy: Policy, layout: Layout, **changes) -> dict[str, Any]:
         "max_grad_norm": None,
         "skip_grad_norm": None,
         "compression": {"push": "float32", "pull": "float32"},
+        "copies": 1,
         "config_digest": "c0ffee",
         "data": {},
         "stop": None,

@@ -18,7 +18,6 @@ import numpy as np
 from job_specs import job_spec
 from relays import Relay, relays
 
-from meshloom.service.blocks import hashing
 from meshloom.service.blocks.layout import Leaf, make_layout
 from meshloom.service.coordinator.coordinator import Coordinator
 from meshloom.service.coordinator.servers import RemoteServer
@@ -26,6 +25,7 @@ from meshloom.service.coordinator.settings import Settings
 from meshloom.service.learner.client import Client
 from meshloom.service.learner.exchange import Exchange
 from meshloom.service.learner.mover import Mover
+from meshloom.service.learner.servers import Servers
 from meshloom.service.merger.merger import MergerProcess
 from meshloom.service.rounds.policy import Policy
 from meshloom.service.server.server import ServerProcess
@@ -161,10 +161,9 @@ class Learner:
         self.params: np.ndarray | None = None
 
     def _connect(self, opened) -> Mover:
-        servers = opened["servers"]
-        owners = hashing.owners(LAYOUT, "run", sorted(servers))
-        channels = {name: Channel(address) for name, address in servers.items()}
-        return Mover("run", LAYOUT, owners, channels)
+        # With one copy nobody asks where the blocks are now.
+        servers = Servers("run", LAYOUT, opened, Channel, lambda: opened)
+        return Mover("run", LAYOUT, servers)
 
     def run(self, before_round: Callable[[int], None]) -> None:
         """Trains to the end.

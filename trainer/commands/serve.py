@@ -321,7 +321,6 @@ def _serve_blocks(
     token,
     tls,
 ) -> int:
-    from ...service.wire.coordinators import reach
     from ...service.wire.errors import Unavailable
 
     server = _make_server(args.bind, args.coordinator, token, tls, signals)
@@ -333,17 +332,17 @@ def _serve_blocks(
             while not signals.told:
                 time.sleep(WATCH_SECONDS)
         events.say("", "stop", signal=signals.told[0])
-        # The coordinator may have been told too, and needs the servers to save.
-        channel = reach(args.coordinator, token, tls)
+        # The blocks of this server move to others, if they may. The coordinator may
+        # have been told too, and needs the servers to save.
         deadline = time.monotonic() + LINGER_SECONDS
         try:
             while time.monotonic() < deadline and len(signals.told) == 1:
-                channel.call("Status", {}, WATCH_SECONDS)
+                if server.may_leave():
+                    events.say("no job needs this server any more")
+                    break
                 time.sleep(WATCH_SECONDS)
         except Unavailable:
             pass  # it is gone: nobody needs this server any more
-        finally:
-            channel.close()
         return PREEMPTED
     finally:
         address_file.unlink(missing_ok=True)

@@ -58,6 +58,7 @@ class Config:
         others stay with each learner.
       block_bytes: the size of the blocks that servers hold; a model that is smaller
         than a few blocks leaves servers idle.
+      copies: of each block, on as many servers: 1, or 2 to lose nothing if one dies.
       token_file: a file with the secret that the service expects.
       tls_ca_file, tls_cert_file, tls_key_file: files for mutual TLS.
     """
@@ -85,6 +86,7 @@ class Config:
     pull: str = str(codecs.PLAIN)
     paths: tuple[str, ...] = ("*",)
     block_bytes: int = BLOCK_BYTES
+    copies: int = 1
     token_file: str | None = None
     tls_ca_file: str | None = None
     tls_cert_file: str | None = None
@@ -95,6 +97,8 @@ class Config:
             raise ValueError(f"learners must be >= 1, got {self.learners}")
         if self.block_bytes < 1:
             raise ValueError(f"block_bytes must be >= 1, got {self.block_bytes}")
+        if self.copies not in (1, 2):
+            raise ValueError(f"copies must be 1 or 2, got {self.copies}")
         if self.mode not in PRESETS:
             raise ValueError(
                 f"mode {self.mode!r} is not a mode; expected one of "

@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...service.blocks.hashing import owners
 from ...service.blocks.layout import Layout
 from ...service.learner.mover import Mover
+from ...service.learner.servers import Servers
 from ...service.wire.calls import Channel
+from ...service.wire.coordinators import Caller
 from ...service.wire.credentials import Tls
 from ..config import tree as config_tree
 from . import exchange as exchange_lib
 from .continuing import free_fields
 from .exchange_update import update_spec
 from .prepare import Prepared
+
+ASK_SECONDS = 5.0
 
 
 def job_spec(prepared: Prepared, layout: Layout) -> dict[str, Any]:
@@ -40,6 +43,7 @@ def job_spec(prepared: Prepared, layout: Layout) -> dict[str, Any]:
             "push": str(exchange.push_codec),
             "pull": str(exchange.pull_codec),
         },
+        "copies": exchange.copies,
         "data": {
             "digest": identity.splits["train"].digest if identity else None,
             "num_examples": len(prepared.train_data),
@@ -86,10 +90,19 @@ def credentials(config: exchange_lib.Config) -> dict[str, Any]:
 def make_mover(
     job: str,
     layout: Layout,
-    servers: Mapping[str, str],
+    opened: Mapping[str, Any],
     connect: Callable[[str], Channel],
+    center: Caller,
     reached: Callable[[str], None],
 ) -> Mover:
-    """Connects to all servers, given their addresses by name."""
-    channels = {name: connect(address) for name, address in servers.items()}
-    return Mover(job, layout, owners(layout, job, sorted(servers)), channels, reached)
+    """Connects to the servers of a job that was opened.
+
+    Args:
+      center: the coordinator, which is asked again when a server is lost.
+      reached: see Mover.
+    """
+
+    def ask() -> dict[str, Any]:
+        return center.call("Servers", {"job": job}, ASK_SECONDS)
+
+    return Mover(job, layout, Servers(job, layout, opened, connect, ask), reached)

@@ -110,7 +110,7 @@ class Learner:
             self._layout,
             self.policy,
             connect=lambda opened: make_mover(
-                *(self._config.job, self._layout, opened["servers"], connect),
+                *(self._config.job, self._layout, opened, connect, center),
                 reached=lambda point: group.reached(point, self.step),  # type: ignore
             ),
             push=self._config.push_codec,

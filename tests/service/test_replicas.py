@@ -1,0 +1,376 @@
+"""Blocks with two copies: servers die, come and go, and the parameters are the same.
+
+The processes are real but for their memory: coordinator, servers and learners are in
+this one, and talk over sockets. A server is killed by closing its port.
+"""
+
+import json
+import os
+import threading
+import time
+from importlib import metadata
+
+import numpy as np
+import pytest
+from job_specs import job_spec
+from playing import Player
+
+from meshloom.service.blocks import hashing
+from meshloom.service.blocks.layout import Leaf, make_layout
+from meshloom.service.coordinator import moving
+from meshloom.service.coordinator.coordinator import Coordinator
+from meshloom.service.coordinator.history import make_history
+from meshloom.service.coordinator.servers import RemoteServer
+from meshloom.service.coordinator.settings import Settings
+from meshloom.service.rounds.policy import Outer, Policy
+from meshloom.service.server import server as server_lib
+from meshloom.service.server.server import ServerProcess
+from meshloom.service.wire.calls import Channel, Server
+
+LEAVES = [
+    Leaf("table", (60, 40), "float32", (None, "embed")),
+    Leaf("up", (3, 20, 40), "bfloat16", ("layer", None, "ff")),
+    Leaf("scale", (), "float32", ()),
+]
+LAYOUT = make_layout(LEAVES, block_bytes=400)
+ROUNDS = 12
+LIMIT = 60.0
+LEASE = 8.0
+
+
+def spec_of(**changes):
+    outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)  # with a state
+    policy = Policy(local_steps=2, outer=outer, quorum=1.0)
+    facts = {"num_rounds": ROUNDS, "version": metadata.version("meshloom")}
+    return job_spec(policy, LAYOUT, **{"copies": 2, **facts, **changes})
+
+
+class World:
+    """A coordinator and servers, in threads."""
+
+    def __init__(self, folder, num_servers: int):
+        self.folder, self.said = folder, []
+        self.servers: dict[str, ServerProcess] = {}
+        self.num_servers = num_servers
+        self._is_over = threading.Event()
+        self.coordinate()
+        for index in range(num_servers):
+            self.add(f"s{index}")
+
+    def coordinate(self, port: int = 0) -> None:
+        self.coordinator = Coordinator(
+            self.folder,
+            num_servers=self.num_servers,
+            version=metadata.version("meshloom"),
+            settings=Settings(lease_seconds=LEASE, failover_seconds=4.0, save_every=4),
+            connect=lambda n, a: RemoteServer(n, a, Channel(a)),
+            clock=time.monotonic,
+            say=self.say,
+        )
+        self.port = Server(f"127.0.0.1:{port}", self.coordinator.methods)
+        self.address = f"127.0.0.1:{self.port.port}"
+        self._watching = threading.Thread(target=self._watch, args=(self.coordinator,))
+        self._watching.start()
+
+    def say(self, text: str, event: str = "note", **fields) -> None:
+        self.said.append(text)
+
+    def _watch(self, coordinator) -> None:
+        while coordinator is self.coordinator and not self._is_over.wait(0.05):
+            coordinator.watch()
+
+    def restart(self, meanwhile) -> None:
+        """Replaces the coordinator by one with the same port and folder."""
+        old, port = self.coordinator, self.port
+        self.coordinator = None
+        self._watching.join()
+        self.port.close(0)
+        old.close()
+        meanwhile()
+        self.coordinate(port.port)
+
+    def add(self, name: str) -> None:
+        self.servers[name] = ServerProcess(name=name, coordinator=self.address)
+
+    def kill(self, name: str) -> None:
+        process = self.servers.pop(name)
+        process._is_closing.set()  # it beats no more
+        process._server.close(0)
+
+    @property
+    def job(self):
+        return self.coordinator._drivers["run"].job
+
+    def until(self, is_so) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not is_so():
+            assert self.coordinator.failure is None, self.coordinator.failure
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
+    def end(self) -> tuple[dict, list]:
+        """Returns the final digests, and the norms of all updates."""
+        final = self.folder / "run" / "final.json"
+        self.until(final.exists)
+        norms = [np.float32(row["norm"]) for row in self.rows()]
+        return json.loads(final.read_text())["digests"], norms
+
+    def rows(self) -> list[dict]:
+        text = (self.folder / "run" / "commits.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._watching.join()
+        for process in self.servers.values():
+            process._is_closing.set()
+        self.port.close(0)
+        self.coordinator.close()
+        for process in self.servers.values():
+            process.close()
+
+
+@pytest.fixture
+def make_world(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_lib, "BEAT_SECONDS", 0.5)
+    monkeypatch.setattr(server_lib, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is lost
+    worlds: list[World] = []
+
+    def make(name: str, num_servers: int) -> World:
+        worlds.append(World(tmp_path / name, num_servers))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def play(world: World, acts=(), holds=(), **changes) -> list[Player]:
+    """Plays a job to its end.
+
+    Args:
+      acts: {round: what to do before learner 0 begins it}.
+      holds: the same, once learner 0 has pushed it, before it contributes.
+    """
+    acts, holds = dict(acts), dict(holds)
+
+    def doing(things):
+        return lambda round: things.pop(round, lambda: None)()
+
+    spec = spec_of(**changes)
+    players = [
+        Player(world.address, spec, 0, doing(acts), doing(holds)).start(),
+        Player(world.address, spec, 1).start(),
+    ]
+    for player in players:
+        player.finish(LIMIT)
+    assert not acts and not holds
+    return players
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The end of a training in which nothing happens, with one copy."""
+    world = World(tmp_path_factory.mktemp("whole"), 1)
+    try:
+        play(world, copies=1)
+        return world.end()
+    finally:
+        world.close()
+
+
+def check_rounds(world: World) -> None:
+    rows = world.rows()
+    used = [[(c["learner"], c["round"]) for c in r["contributions"]] for r in rows]
+    assert used == [[(0, n), (1, n)] for n in range(1, ROUNDS + 1)]
+
+
+def test_a_server_is_killed_and_nothing_is_lost(make_world, expected):
+    world = make_world("killed", 2)
+    began = time.monotonic()
+    players = play(world, {3: lambda: world.kill("s0")})
+    assert world.end() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+    assert time.monotonic() - began < 30
+    assert any("server s0 is lost" in line for line in world.said), world.said
+    assert not any("abandoned" in line for line in world.said)
+    entries = world.coordinator._log.read("run")
+    placement = make_history(entries).placement
+    assert placement.members == ("s1",) and placement.is_settled
+
+
+def test_a_new_backup_is_filled_while_training_goes_on(make_world, expected):
+    """Each of the servers that were there at first dies, one after the other.
+
+    Learner 1 has contributed by then: what it sent is copied too.
+    """
+    world = make_world("refilled", 3)
+
+    def replace(old: str, new: str, round: int):
+        def act() -> None:
+            world.until(lambda: world.job.engine.members[1].contributed == round)
+            epoch = world.job.servers.placement.epoch
+            world.kill(old)
+            world.add(new)
+            job = world.job
+            world.until(
+                lambda: (
+                    job.servers.placement.epoch > epoch
+                    and job.servers.placement.is_settled
+                    and new in job.servers.placement.members
+                )
+            )
+
+        return act
+
+    names = {3: ("s0", "s3"), 5: ("s1", "s4"), 8: ("s2", "s5")}
+    players = play(world, {n: replace(*pair, n) for n, pair in names.items()})
+    assert world.end() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+    placement = world.job.servers.placement
+    assert placement.members == ("s3", "s4", "s5") and placement.is_settled
+    held = world.job.servers.held
+    assert sum(map(len, held.values())) == 2 * len(LAYOUT.blocks)
+    assert all(blocks for blocks in held.values())
+    assert not any("abandoned" in line for line in world.said)
+
+
+def test_published_versions_are_copied_with_what_is_exact(make_world, tmp_path):
+    """A server dies, and one that came meanwhile goes on in its place."""
+    pulls = {"compression": {"push": "float32", "pull": "int8"}}
+    alone = make_world("alone", 1)
+    play(alone, copies=1, **pulls)
+    world = make_world("packed", 2)
+
+    def replace() -> None:
+        world.add("s2")
+        world.until(lambda: "s2" in world.job.servers.placement.before)
+        world.kill("s0")
+
+    play(world, {4: replace}, **pulls)
+    assert world.end() == alone.end()
+    assert world.job.servers.placement.members == ("s1", "s2")
+    # What is saved was compared: exact parameters are among it.
+    assert not any("abandoned" in line or "differ" in line for line in world.said)
+
+
+def test_a_server_that_is_started_again_gets_what_it_had_received(make_world, expected):
+    """It has the same name, and lost a contribution that is not contributed yet."""
+    world = make_world("again", 2)
+
+    def start_again() -> None:
+        epoch = world.job.servers.placement.epoch
+        world.kill("s0")
+        world.add("s0")
+        placed = world.job.servers
+        world.until(
+            lambda: (
+                placed.placement.epoch > epoch + 1
+                and placed.placement.is_settled
+                and placed.placement.members == ("s0", "s1")
+            )
+        )
+
+    play(world, holds={5: start_again})
+    assert world.end() == expected
+    check_rounds(world)
+
+
+def test_a_server_that_comes_takes_its_share(make_world, expected):
+    """What was pushed before it came, and not contributed, is pushed to it as well."""
+    world = make_world("grown", 3)
+    before = {}
+
+    def grow() -> None:
+        before.update({n: set(x) for n, x in world.job.servers.held.items()})
+        world.add("s3")
+        world.until(lambda: "s3" in world.job.servers.placement.before)
+
+    play(world, holds={3: grow})
+    assert world.end() == expected
+    after = world.job.servers.held
+    assert world.job.servers.placement.members == ("s0", "s1", "s2", "s3")
+    # Nobody but the new server got a block.
+    assert after["s3"] and all(after[name] <= before[name] for name in before)
+    assert sum(map(len, after.values())) == 2 * len(LAYOUT.blocks)
+    share = len(after["s3"]) / (2 * len(LAYOUT.blocks))
+    assert 0.15 < share < 0.35, share  # ideally a quarter
+
+
+def test_the_loss_of_both_copies_goes_back_to_a_checkpoint(make_world, expected):
+    world = make_world("lost", 3)
+
+    def kill() -> None:
+        world.kill("s0")
+        world.kill("s1")
+
+    players = play(world, {7: kill})
+    assert world.end() == expected
+    assert [player.joined for player in players] == [2, 2]
+    assert any("continues from version 4; 2 commits abandoned" in x for x in world.said)
+    blocks = sorted(
+        tuple(b) for r in world.rows() for c in r["contributions"] for b in c["blocks"]
+    )
+    assert blocks == [(2 * k, 2 * k + 2) for k in range(2 * ROUNDS)]
+
+
+def test_a_contribution_that_missed_a_new_server_is_sent_to_it(
+    make_world, expected, monkeypatch
+):
+    """Learners that do not know of it push where blocks were once they are copied."""
+    world, may_settle = make_world("missed", 3), threading.Event()
+    settle = moving.Moving._settle
+    monkeypatch.setattr(
+        moving.Moving, "_settle", lambda self: may_settle.is_set() and settle(self)
+    )
+    names = ["s0", "s1", "s2", "s3"]
+    found = hashing.holders(LAYOUT, "run", names, 2).items()
+    wanted = {block for block, servers in found if "s3" in servers}
+
+    def grow() -> None:
+        world.add("s3")
+        world.until(lambda: world.job.servers.held.get("s3") == wanted)
+
+    players = play(world, {3: grow, 5: may_settle.set})
+    assert world.end() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+
+
+def test_a_server_that_asks_to_leave_takes_no_block_with_it(make_world, expected):
+    world = make_world("left", 3)
+    before = {}
+
+    def leave() -> None:
+        before.update({n: set(x) for n, x in world.job.servers.held.items()})
+        world.until(world.servers["s1"].may_leave)
+        world.kill("s1")
+
+    play(world, {3: leave})
+    assert world.end() == expected
+    assert world.job.servers.placement.members == ("s0", "s2")
+    after = world.job.servers.held
+    assert all(after[name] >= before[name] for name in ("s0", "s2"))
+    assert sum(map(len, after.values())) == 2 * len(LAYOUT.blocks)
+    world.until(lambda: any("server s1 has left" in line for line in world.said))
+    assert not any("is lost" in line for line in world.said), world.said
+
+
+def test_a_coordinator_and_a_server_that_die_together(make_world, expected):
+    """The next coordinator waits for the server for a while, and goes on without it."""
+    world = make_world("both", 3)
+
+    def kill() -> None:
+        port = world.port.port
+        world.restart(lambda: world.kill("s2"))
+        assert world.port.port == port
+
+    players = play(world, {4: kill})
+    assert world.end() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+    assert not any("abandoned" in line for line in world.said)
+    assert world.job.servers.placement.members == ("s0", "s1")
