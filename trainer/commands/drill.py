@@ -50,6 +50,14 @@ def add(commands) -> None:
         )
     drill_fleet.add_flags(parser)
     parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="a job, or with --learners a start or a recovery, that takes longer has "
+        "failed; the soak of a job has a limit of its own; default: %(default)g",
+    )
+    parser.add_argument(
         "--every",
         type=float,
         metavar="S",
@@ -126,4 +134,5 @@ def _job_spec(args: argparse.Namespace, text: str):
         cpu_devices=args.cpu_devices,
         num_steps=steps,
         save_every=save_every,
+        limit_seconds=args.limit_seconds,
     )

@@ -33,14 +33,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ):
         text = f"{what}; default: {job}, and {learners} with --learners"
         parser.add_argument(flag, type=int, metavar="N", help=text)
-    parser.add_argument(
-        "--limit-seconds",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="with --learners: a start or a recovery that takes longer has failed; "
-        "default: %(default)g",
-    )
 
 
 def is_given(args: argparse.Namespace) -> bool:
