@@ -87,8 +87,7 @@ class Coordinator:
             "Clean": self.clean,
             "Status": self.status,
         }
-        for name, method in ASKED.items():
-            methods[name] = functools.partial(self._ask, method)
+        methods |= {n: functools.partial(self._ask, m) for n, m in ASKED.items()}
         self.methods = {name: self._log.leading(call) for name, call in methods.items()}
 
     # Calls of servers.
@@ -151,8 +150,13 @@ class Coordinator:
     def open_job(self, message: Message) -> Message:
         """Opens a job, or checks that the one of this name is the same."""
         spec = parse_spec(message, self._version)
-        is_open = lambda: spec.job in self._drivers  # noqa: E731
-        self._await(lambda: is_open() or not self._missing(), "servers")
+
+        def may_open() -> bool:
+            if spec.job in self._waiting:  # of the log: it is taken up
+                return False
+            return spec.job in self._drivers or not self._missing()
+
+        self._await(may_open, "servers")
         with self._changed:
             driver = self._drivers.get(spec.job)
             if driver is None:

@@ -202,3 +202,23 @@ def test_the_status_of_a_job_follows_it(opened):
     assert (status["learners"], status["num_learners"]) == (2, 2)
     assert not opened.coordinator.is_over()
     assert opened.call("Save", job="run") == {"version": 1}
+
+
+def test_a_job_of_the_log_is_not_opened_anew(center, make_spec, monkeypatch):
+    """All servers are there a moment before the jobs of the log are taken up."""
+    from meshloom.service.coordinator import coordinator as module
+
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.2)
+    coordinator, spec = center.coordinator, make_spec()
+    coordinator._log.append("run", "spec", {"spec": spec, "servers": ["s0", "s1"]})
+    coordinator._waiting.append("run")
+    take_up = coordinator._take_up_jobs
+    monkeypatch.setattr(coordinator, "_take_up_jobs", lambda: None)
+    for server in center.servers:
+        center.call("RegisterServer", name=server.name, address=server.address)
+    with pytest.raises(Unavailable, match="the service is waiting for servers"):
+        center.call("OpenJob", **spec)
+    assert [entry.kind for entry in coordinator._log.read("run")] == ["spec"]
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 5.0)
+    take_up()
+    assert center.call("OpenJob", **spec)["initialize"]
