@@ -156,8 +156,9 @@ def test_kill_9_of_the_coordinator_alone_loses_nothing(service):
     assert [learner.incarnation for learner in learners] == [1, 1]
     np.testing.assert_allclose(learners[0].pull(NUM_ROUNDS), expected(), rtol=1e-6)
     assert "abandoned" not in service.output()
-    # And a server that is killed stops the service aloud.
-    os.killpg(service.processes[1].pid, signal.SIGKILL)
+    # And servers that are killed stop the service aloud; one of them may hold no block.
+    for server in service.processes[1:3]:
+        os.killpg(server.pid, signal.SIGKILL)
     assert coordinator.wait(LIMIT) == 69
     assert "is lost: not heard of for 10 s" in service.output()
     assert "Restart the service: it continues from the checkpoint of version" in (
