@@ -48,7 +48,7 @@ FLAGS = {
     "ckpt diff": {"RUN", "OTHER", "--step", "--other-step"},
     "ckpt export": {"RUN", "--step", "--output", "--all"},
     "ledger audit": {"RUN"},
-    "drill": {"--learners", "--servers", "--limit-seconds"}
+    "drill": {"--learners", "--servers", "--copies", "--limit-seconds"}
     | {"--config", "--set", "--mesh", "--faults", "--list", "--processes"}
     | {"--cpu-devices", "--steps", "--save-every", "--soak", "--seed", "--every"}
     | {"--workdir"},

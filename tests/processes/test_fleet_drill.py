@@ -1,6 +1,7 @@
 """Drills of learners and a service: a short form with real processes, and its parts."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -71,6 +72,22 @@ def test_all_faults(tmp_path):
     written = json.loads((tmp_path / "drill" / "drill.json").read_text())
     results = [r for training in written["trainings"] for r in training["results"]]
     assert [r["fault"] for r in results] == list(fleet_faults.FAULTS)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_of_two_copies_is_not_missed(tmp_path):
+    """Learners that are sharded over two processes go on with the other copy."""
+    argv = ["drill", "--learners", "2", "--servers", "3", "--copies", "2"]
+    argv += ["--mesh", "fsdp=2@2", "--workdir", str(tmp_path / "drill")]
+    found = command(*argv, "--faults", "server", "server-applying", timeout=880)
+    assert found.returncode == 0, found.stdout + found.stderr
+    (training,) = json.loads((tmp_path / "drill" / "drill.json").read_text())[
+        "trainings"
+    ]
+    assert len(training["results"]) == 2 and training["taken_back"] == 0
+    assert [r["taken_back"] for r in training["results"]] == [0, 0]
 
 
 @pytest.mark.processes
@@ -158,6 +175,31 @@ def test_a_training_that_does_not_come_back_has_not_recovered(fleet):
     assert fleet.recover(mark) == pytest.approx((2, 3))
 
 
+def test_processes_of_a_learner_have_roles(fleet):
+    """Of several, the first one and the others are hit."""
+    logs = fleet.run / "learners" / "1" / "logs"
+    logs.mkdir(parents=True)
+    starts = [{"event": "start", "pids": pids} for pids in ([10, 11], [20, 21])]
+    lines = [json.dumps(start) + "\n" for start in starts]
+    (logs / "supervisor.jsonl").write_text("".join(lines))
+    fleet.spec = dataclasses.replace(SPEC, processes=2)
+    assert fleet.pid_of("learner 1") == fleet.pid_of("learner 1 process 0") == 20
+    assert fleet.pid_of("learner 1 process 1") == 21
+    assert fleet.role_of(11) == "learner 1 process 1"
+    assert fleet.mark([fleet.role_of(21)]).hit == {1: 0}
+    rolls = {
+        fleet_faults._any_process(fleet, "learner 1", random.Random(n))
+        for n in range(9)
+    }
+    assert rolls == {"learner 1 process 0", "learner 1 process 1"}
+
+
+def test_what_a_fault_took_back_is_counted(fleet):
+    assert fleet.taken_back() == 0
+    (fleet.run / "abandoned.jsonl").write_text('{"version": 7}\n{"version": 8}\n')
+    assert fleet.taken_back() == 2
+
+
 def test_faults_end_before_the_training_does(fleet):
     assert not fleet.is_ending()
     write(fleet, *((n, 0.0, {0: 1}) for n in range(1, 71)))
@@ -181,6 +223,9 @@ def test_faults_go_on_in_the_next_training(monkeypatch, tmp_path):
 
         def commits(self):
             return []
+
+        def taken_back(self):
+            return 0
 
         def recover(self, mark):
             if found == ["server"]:
@@ -220,7 +265,7 @@ def test_faults_go_on_in_the_next_training(monkeypatch, tmp_path):
     assert [[r.fault for r in t.results] for t in trainings] == [[n] for n in names]
     assert fleet_drill.has_failed(trainings)
     lines = fleet_drill.table(trainings).splitlines()
-    assert lines[1].split() == ["server", "server", "0", "NO", "0"]
+    assert lines[1].split() == ["server", "server", "0", "NO", "0", "0"]
 
 
 def test_a_training_without_any_fault_is_an_error(tmp_path):
@@ -266,6 +311,11 @@ def test_wrong_input(tmp_path, capfd):
     assert "learners must be >= 1, got 0" in refused(capfd, ["drill", "--learners=0"])
     line = refused(capfd, [*DRILL, "--mesh", "data=1", "fsdp=1"])
     assert line.startswith("a drill of learners takes one --mesh")
+    line = refused(capfd, ["drill", "--copies", "2"])
+    assert line == "--copies needs --learners; add it, or leave both out"
+    line = refused(capfd, [*DRILL, "--mesh", "fsdp=2@two"])
+    assert "expected a number of processes after @, found 'two'" in line
+    assert "fsdp=4" in refused(capfd, [*DRILL, "--mesh", "fsdp=4@2"])
     (tmp_path / "mine").touch()
     line = refused(capfd, [*DRILL, "--workdir", str(tmp_path)])
     assert "is not empty" in line
@@ -359,7 +409,9 @@ sys.exit(1)
 def test_ids_that_others_got_are_not_those_of_a_training(tmp_path):
     spec = FakeSpec((), 2, 2, 1, num_steps=9, save_every=5, limit_seconds=20.0)
     with fleet_job.running(spec, tmp_path / "run") as fleet:
-        assert fleet._has(fleet._process.pid) and not fleet._has(os.getpid())
+        while not fleet._has(fleet._process.pid):  # not yet the program that it becomes
+            assert fleet._process.poll() is None
+        assert not fleet._has(os.getpid())
         with pytest.raises(Failed, match=f"process {os.getpid()} ended before"):
             fleet.send(os.getpid(), signal.SIGKILL)
         assert fleet.end() == 7

@@ -109,13 +109,8 @@ def _job_spec(args: argparse.Namespace, text: str):
     from ..verify.drill_job import JobSpec
 
     steps, save_every = args.steps or 600, args.save_every or 25
-    mesh, at, count = text.partition("@")
-    if at and not count.isdigit():
-        raise ValueError(
-            f"--mesh {text}: expected a number of processes after @, found {count!r}. "
-            "Write it as fsdp=4@4."
-        )
-    processes, least = int(count or args.processes), 4 * save_every
+    mesh, processes = drill_fleet.mesh_of(text, default=args.processes)
+    least = 4 * save_every
     if processes < 2 or save_every < 1 or steps < least:
         raise ValueError(
             f"a drill needs at least 2 processes and {least} steps (four times "

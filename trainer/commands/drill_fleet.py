@@ -27,6 +27,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--servers", type=int, metavar="M", help="of that service; default: 2"
     )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        choices=(1, 2),
+        metavar="N",
+        help="servers that hold each block, as for launch; default: 1",
+    )
     for flag, job, learners, what in (
         ("--steps", 600, STEPS, "steps of each run"),
         ("--save-every", 25, SAVE_EVERY, "steps, or commits, between checkpoints"),
@@ -38,22 +45,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def is_given(args: argparse.Namespace) -> bool:
     """Returns whether learners are to be drilled; checks the flags of that."""
     if args.learners is None:
-        if args.servers is not None:
-            raise ValueError("--servers needs --learners; add it, or leave both out")
+        for flag in ("servers", "copies"):
+            if getattr(args, flag) is not None:
+                raise ValueError(
+                    f"--{flag} needs --learners; add it, or leave both out"
+                )
         return False
     for name in ("learners", "servers", "steps", "save_every"):
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be >= 1, got {value}")
-    if args.processes != 2 or len(args.mesh) > 1 or "@" in args.mesh[0]:
+    if args.processes != 2 or len(args.mesh) > 1:
         raise ValueError(
-            "a drill of learners takes one --mesh, and learners of one process each: "
-            "leave out --processes, and @ in --mesh"
+            "a drill of learners takes one --mesh, that of each learner. Leave out "
+            "--processes: --mesh fsdp=2@2 means learners of two processes each"
         )
     return True
 
 
 def run(args: argparse.Namespace) -> int:
+    from ...sharding import MeshSpec
     from ..verify import fleet_drill, fleet_soak
     from ..verify.fleet_faults import FAULTS, KILLS
     from ..verify.fleet_job import FleetSpec
@@ -66,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
     if args.config:
         train = [part for name in args.config for part in ("--config", name)]
     train += [part for text in args.set for part in ("--set", text)]
-    train += ["--mesh", args.mesh[0]] if args.mesh[0] else []
+    mesh, processes = mesh_of(args.mesh[0], default=1)
+    if mesh:
+        MeshSpec.parse(mesh).abstract(processes * args.cpu_devices)
+        train += ["--mesh", mesh]
     spec = FleetSpec(
         tuple(train),
         learners=args.learners,
@@ -75,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         num_steps=args.steps or STEPS,
         save_every=args.save_every or SAVE_EVERY,
         limit_seconds=args.limit_seconds,
+        processes=processes,
+        copies=args.copies or 1,
     )
     workdir = new_folder(args.workdir)
     if args.soak:
@@ -97,6 +113,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(fleet_drill.table(trainings))
     return FAILED if fleet_drill.has_failed(trainings) else 0
+
+
+def mesh_of(text: str, *, default: int) -> tuple[str, int]:
+    """Returns the mesh and the number of processes of a flag such as fsdp=4@4."""
+    mesh, at, count = text.partition("@")
+    if at and (not count.isdigit() or int(count) < 1):
+        raise ValueError(
+            f"--mesh {text}: expected a number of processes after @, found {count!r}. "
+            "Write it as fsdp=4@4."
+        )
+    return mesh, int(count or default)
 
 
 def _names(given: list[str] | None, default: Iterable[str]) -> list[str]:

@@ -20,7 +20,15 @@ from ...sharding.text import align
 from ..record import metrics
 from .drill_job import Failed
 from .fleet_faults import FAULTS, SETTINGS
-from .fleet_job import PROGRAM, Ended, Fleet, FleetSpec, environment, running
+from .fleet_job import (
+    ABANDONED,
+    PROGRAM,
+    Ended,
+    Fleet,
+    FleetSpec,
+    environment,
+    running,
+)
 from .training_audit import TrainingAudit, audit_training
 
 Log = Callable[[str], None]
@@ -38,6 +46,8 @@ class Result:
       next_commit: seconds from the fault to the next commit.
       seconds: to the first new version, with a contribution of each learner that was
         hit; None if it was not reached.
+      taken_back: commits that were taken back, since the service went back to a
+        checkpoint.
       problem: why the training did not recover; "" if it did.
     """
 
@@ -46,6 +56,7 @@ class Result:
     target: str = ""
     next_commit: float | None = None
     seconds: float | None = None
+    taken_back: int = 0
     problem: str = ""
 
 
@@ -144,10 +155,12 @@ def _inject_all(
         training.clear_rounds += _rounds(fleet, since=began)
         result = Result(todo.popleft(), training.number)
         training.results.append(result)
+        before = fleet.taken_back()
         try:
             mark = FAULTS[result.fault](fleet, rng)
             result.target = mark.target
             result.next_commit, result.seconds = fleet.recover(mark)
+            result.taken_back = fleet.taken_back() - before
         except Ended as error:
             log(f"{result.fault}: again in the next training: {error}")
             training.results.remove(result)
@@ -169,7 +182,7 @@ def _check(spec: FleetSpec, folder: Path, training: Training) -> None:
     """Audits a finished training, and computes it again."""
     audit = audit_training(folder)
     commits = metrics.read(folder / "commits.jsonl")
-    abandoned = folder / "abandoned.jsonl"
+    abandoned = folder / ABANDONED
     training.commits = audit.num_commits
     training.taken_back = len(metrics.read(abandoned)) if abandoned.exists() else 0
     training.rounds = sum(len(row["contributions"]) for row in commits)
@@ -217,14 +230,16 @@ def has_failed(trainings: Sequence[Training]) -> bool:
 
 def table(trainings: Sequence[Training]) -> str:
     """Formats the outcome of each fault, and of each training."""
-    rows = [("fault", "hit", "recovered", "next commit", "seconds", "training")]
+    times = ("next commit", "seconds", "taken back")
+    rows = [("fault", "hit", "recovered", *times, "training")]
     for training in trainings:
         for r in training.results:
             fine = "NO" if r.problem else "yes"
             times = (_seconds(r.next_commit), _seconds(r.seconds))
-            rows.append((r.fault, r.target, fine, *times, str(r.training)))
+            counts = (str(r.taken_back), str(r.training))
+            rows.append((r.fault, r.target, fine, *times, *counts))
     lines = [f"training {t.number}: {verdict(t)}" for t in trainings]
-    return "\n".join([align(rows, right=(3, 4, 5)), *lines])
+    return "\n".join([align(rows, right=(3, 4, 5, 6)), *lines])
 
 
 def _seconds(value: float | None) -> str:

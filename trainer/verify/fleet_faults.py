@@ -48,7 +48,8 @@ def kill(*kinds: str) -> Fault:
     """Kills one process of each kind at once, at any time."""
 
     def inject(fleet: Fleet, rng: random.Random) -> Mark:
-        return fleet.kill(*(_one(fleet, kind, rng) for kind in kinds))
+        roles = [_one(fleet, kind, rng) for kind in kinds]
+        return fleet.kill(*(_any_process(fleet, role, rng) for role in roles))
 
     return inject
 
@@ -61,7 +62,8 @@ def kill_all_servers(fleet: Fleet, rng: random.Random) -> Mark:
 def pause(kind: str) -> Fault:
     """Stops a process for longer than its lease, and lets it go on (SIGSTOP, SIGCONT).
 
-    The seconds to recover count from the stop. The process may be killed meanwhile.
+    The seconds to recover count from the stop. The process may be killed meanwhile. Of
+    a learner it is process 0, which renews the lease.
     """
 
     def inject(fleet: Fleet, rng: random.Random) -> Mark:
@@ -150,6 +152,14 @@ def cut_the_network(fleet: Fleet, rng: random.Random) -> Mark:
 def _one(fleet: Fleet, kind: str, rng: random.Random) -> str:
     number = {"learner": fleet.spec.learners, "server": fleet.spec.servers}.get(kind)
     return kind if number is None else f"{kind} {rng.randrange(number)}"
+
+
+def _any_process(fleet: Fleet, role: str, rng: random.Random) -> str:
+    """Returns the role of one of a learner's processes; other roles as they are."""
+    processes = fleet.spec.processes
+    if processes == 1 or not role.startswith("learner"):
+        return role
+    return f"{role} process {rng.randrange(processes)}"
 
 
 # All faults, in the order in which `meshloom drill --learners N` injects them.

@@ -25,6 +25,7 @@ from .training_audit import COMMITS
 PROGRAM = (sys.executable, "-P", "-m", "meshloom.trainer.cli")
 # What is compiled for one process is there for the next, and for the replay.
 CACHED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+ABANDONED = "abandoned.jsonl"
 # Faults are injected while the furthest learner has done less than this share of its
 # rounds, so that who was hit can come back before the end.
 LAST_SHARE = 0.7
@@ -41,12 +42,14 @@ class FleetSpec:
     Attributes:
       train: the arguments of `meshloom train`, without --workdir.
       learners, servers: how many there are.
-      cpu_devices: the number of CPU devices of each learner.
+      cpu_devices: the number of CPU devices of each process of a learner.
       num_steps: the number of steps of each learner.
       save_every: the number of commits between checkpoints of the service, and of steps
         between those of a learner.
       limit_seconds: how long anything may take before the drill has failed: a start, a
         recovery, the rest of a training, a replay.
+      processes: of each learner.
+      copies: of each block, on different servers.
       target, launch: that of `meshloom launch`, and more of its flags.
     """
 
@@ -57,18 +60,26 @@ class FleetSpec:
     num_steps: int
     save_every: int
     limit_seconds: float
+    processes: int = 1
+    copies: int = 1
     target: str = "local"
     launch: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.learners} learners, {self.servers} servers"
+        name = f"{self.learners} learners, {self.servers} servers"
+        if self.processes > 1:
+            name += f", {self.processes} processes each"
+        return name if self.copies == 1 else f"{name}, {self.copies} copies"
 
     def argv(self, run: Path) -> list[str]:
         """Returns the command line of a training."""
+        count = "--processes-per-host" if self.target == "ssh" else "--processes"
         return [
             *(*PROGRAM, "launch", self.target, "--learners", str(self.learners)),
             *("--servers", str(self.servers), "--cpu-devices", str(self.cpu_devices)),
+            *((count, str(self.processes)) if self.processes > 1 else ()),
+            *(("--copies", str(self.copies)) if self.copies > 1 else ()),
             *("--save-commits", str(self.save_every), "--max-restarts", "10"),
             *self.launch,
             *("--", "train", *self.train, "--workdir", str(run)),
@@ -132,6 +143,11 @@ class Fleet:
         file = self.run / COMMITS
         return metrics.read(file) if file.exists() else []
 
+    def taken_back(self) -> int:
+        """Returns how many commits restarts from a checkpoint have taken back."""
+        file = self.run / ABANDONED
+        return len(metrics.read(file)) if file.exists() else 0
+
     def events(self, learner: int | None = None) -> list[dict[str, Any]]:
         """Returns the events of a supervisor: the fleet's, or that of one learner."""
         folder = self.run if learner is None else self._home(learner)
@@ -139,13 +155,17 @@ class Fleet:
         return metrics.read(file) if file.exists() else []
 
     def pid_of(self, role: str) -> int:
-        """Returns the newest process of a role; of "learner I" its first worker."""
-        events = self.events()
+        """Returns the newest process of a role: "server 1", "learner 0 process 1".
+
+        "learner I" is its process 0.
+        """
+        events, number = self.events(), 0
         if role.startswith("learner"):
-            events = self.events(int(role.split()[1]))
-            role = ""
+            _, learner, *process = role.split()
+            events, role = self.events(int(learner)), ""
+            number = int(process[1]) if process else 0
         found = [
-            event["pids"][0]
+            event["pids"][number]
             for event in events
             if event["event"] == "start" and event.get("name", "") == role
         ]
@@ -155,8 +175,11 @@ class Fleet:
 
     def role_of(self, pid: int) -> str:
         for learner in range(self.spec.learners):
-            if pid in _pids(self.events(learner)):
-                return f"learner {learner}"
+            for event in self.events(learner):
+                if pid in event.get("pids", ()):
+                    role = f"learner {learner}"
+                    process = f" process {event['pids'].index(pid)}"
+                    return role + process if self.spec.processes > 1 else role
         names = [e["name"] for e in self.events() if pid in e.get("pids", ())]
         return names[-1]
 
