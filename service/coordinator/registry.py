@@ -54,26 +54,30 @@ class Registry(dict[str, Registered]):
     ) -> dict[str, tuple[RemoteServer, str]]:
         """Removes servers that were not heard of; returns them with the reason.
 
-        Of servers of which others have all that they hold, less patience is needed.
+        A server of which others have all that it holds gets less time.
 
         Args:
           groups: the servers of each job.
         """
-        names: dict[bool, set[str]] = {False: set(), True: set()}
+        used = {name: [] for name in self}
         for group in groups:
-            names[group.placement.copies > 1].update(group.names)
-        spared, busy = names[True] - names[False], names[True] | names[False]
+            for name in used.keys() & {*group.names}:
+                used[name].append(group)
         long, short = self._settings.lease_seconds, self._settings.failover_seconds
         away, self._looked = now - self._looked, now
         lost = {}
         for name, registered in self.items():
-            limit = short if name in spared else long
+            silent, limit = now - registered.beats.heard, long
+            # Asked last: the answer takes a look at every block.
+            if max(silent, 2 * away) > short and used[name]:
+                if all(group.can_spare(name) for group in used[name]):
+                    limit = short
             if away > limit / 2:
                 # This process was paused, and heard nobody: all get another lease.
                 registered.beats.heard = now
-            if now - registered.beats.heard > limit:
+            elif silent > limit:
                 why = f"server {name} is lost: not heard of for {limit:g} s"
-                if registered.is_leaving and name not in busy:
+                if registered.is_leaving and not used[name]:
                     why = f"server {name} has left"
                 lost[name] = registered.server, why
         for name in lost:

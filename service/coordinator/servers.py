@@ -86,8 +86,8 @@ class ServerGroup:
     """The servers of one job, and which of them has which block.
 
     With several copies of each block, a server that is lost leaves the group, and calls
-    go on with the others. All but `note`, `leave`, `is_free` and `describe` is for the
-    thread of the job.
+    go on with the others. `note`, `leave`, `is_free`, `can_spare` and `describe` are for
+    any thread, all else is for the thread of the job.
 
     Attributes:
       placement: where the blocks are, and where they shall be.
@@ -267,6 +267,12 @@ class ServerGroup:
     def is_free(self, name: str) -> bool:
         """Returns whether a server has no part in the job; for any thread."""
         return name not in self.placement.live and name not in self._told.live
+
+    def can_spare(self, name: str) -> bool:
+        """Returns whether others have all blocks of a server; for any thread."""
+        placement = self.placement
+        rest = {*placement.live} - {name}
+        return placement.is_held_by(self._layout, self._job, rest)
 
     def leave(self, name: str) -> None:
         """Notes that a server asks to leave, once others have its blocks."""
