@@ -9,7 +9,7 @@ from ..blocks.dtypes import dtype_of
 from ..blocks.layout import Layout
 from ..blocks.pieces import pieces
 from ..wire.changes import Wanted
-from ..wire.errors import Refused, Unavailable
+from ..wire.errors import NotHere, Refused, Unavailable
 from .servers import Servers
 from .shards import Host, Piece
 
@@ -49,8 +49,15 @@ class Mover:
         )
 
     def refresh(self) -> None:
-        """Asks where the blocks are."""
-        self._servers.refresh()
+        """Asks where the blocks are; waits for a coordinator that is away."""
+        deadline = time.monotonic() + MOVE_SECONDS
+        while True:
+            try:
+                return self._servers.refresh()
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(PAUSE_SECONDS)
 
     def push(
         self,
@@ -210,8 +217,10 @@ class _Retries:
             servers.look()
             if servers.where()[0].epoch != epoch:
                 return
+        # Servers learn where blocks belong one after the other, and learners last.
+        passing = (Unavailable, NotHere) if may_move else Unavailable
         for error in errors:
-            if not isinstance(error, Unavailable):
+            if not isinstance(error, passing):
                 raise error
         is_over = self._attempt == ATTEMPTS
         if may_move:

@@ -19,7 +19,7 @@ from ..wire import changes, tensors
 from ..wire.calls import Channel, Download, Server, Upload
 from ..wire.coordinators import reach
 from ..wire.credentials import Tls
-from ..wire.errors import OldTerm, Refused, Unavailable
+from ..wire.errors import NotHere, OldTerm, Refused, Unavailable
 from ..wire.messages import Message, decode
 from . import copying
 from .fence import Fence
@@ -283,7 +283,7 @@ class BlockServer:
     def _store(self, job: str) -> JobStore:
         with self._lock:
             if job not in self._jobs:
-                raise Refused(
+                raise NotHere(
                     f"this server has no job {job!r}, but {sorted(self._jobs)}; was it "
                     "restarted?"
                 )

@@ -18,7 +18,7 @@ import numpy as np
 from ..blocks.box import Box
 from ..blocks.dtypes import NAMES
 from ..blocks.layout import Layout
-from ..wire.errors import Refused
+from ..wire.errors import NotHere, Refused
 
 Key = tuple[int, int, int]  # learner, incarnation, round
 
@@ -237,7 +237,7 @@ def check_piece(
       box: of the piece, in the coordinates of its leaf.
     """
     if block not in accepted:
-        raise Refused(
+        raise NotHere(
             f"{name}: block {block} is not held by this server; ask the coordinator "
             "for the servers of the job again"
         )

@@ -14,7 +14,7 @@ from ..blocks.box import Box
 from ..blocks.dtypes import dtype_of
 from ..blocks.layout import Layout
 from ..blocks.pieces import pieces
-from ..wire.errors import Refused
+from ..wire.errors import NotHere, Refused
 
 Version = dict[int, tuple[np.ndarray, ...]]  # the slabs of every block
 
@@ -89,7 +89,7 @@ class Versions:
         found = pieces(self._layout, leaf, box)
         for block, _, part in found:
             if block not in blocks:
-                raise Refused(
+                raise NotHere(
                     f"{leaves[leaf].path}{part} is in block {block}, which is not held "
                     "by this server; ask the coordinator for the servers"
                 )

@@ -17,7 +17,7 @@ import numpy as np
 from ..blocks.box import Box
 from . import changes, credentials, messages, tensors
 from .credentials import Tls
-from .errors import NotLeader, NoUpstream, OldTerm, Refused, Unavailable
+from .errors import NotHere, NotLeader, NoUpstream, OldTerm, Refused, Unavailable
 from .messages import Message
 
 Handler = Callable[[Message], Message]
@@ -258,6 +258,8 @@ def _error_of(
     """Returns the exception for the status of a call."""
     if code == grpc.StatusCode.INVALID_ARGUMENT:
         return Refused(details)
+    if code == grpc.StatusCode.NOT_FOUND:
+        return NotHere(details)
     if code == grpc.StatusCode.ABORTED:
         return OldTerm(f"{address}: {details}")
     if code == grpc.StatusCode.OUT_OF_RANGE:
@@ -349,6 +351,8 @@ def _answering(
         status = grpc.StatusCode.ABORTED, _one_line(error)
     except ConnectionError as error:
         status = grpc.StatusCode.UNAVAILABLE, _one_line(error)
+    except NotHere as error:
+        status = grpc.StatusCode.NOT_FOUND, _one_line(error)
     except ValueError as error:
         status = grpc.StatusCode.INVALID_ARGUMENT, _one_line(error)
     except Exception:

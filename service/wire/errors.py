@@ -5,6 +5,10 @@ class Refused(ValueError):
     """The other side said no. Its message is for the user; trying again is useless."""
 
 
+class NotHere(Refused):
+    """A server does not hold what it was asked for: by now others may."""
+
+
 class Unavailable(ConnectionError):
     """The other side gave no answer: not reached, lost, or too slow."""
 

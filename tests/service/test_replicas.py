@@ -22,10 +22,13 @@ from meshloom.service.coordinator.coordinator import Coordinator
 from meshloom.service.coordinator.history import make_history
 from meshloom.service.coordinator.servers import RemoteServer
 from meshloom.service.coordinator.settings import Settings
+from meshloom.service.learner import mover
 from meshloom.service.rounds.policy import Outer, Policy
 from meshloom.service.server import server as server_lib
+from meshloom.service.server.job_store import JobStore
 from meshloom.service.server.server import ServerProcess
 from meshloom.service.wire.calls import Channel, Server
+from meshloom.service.wire.errors import Unavailable
 
 LEAVES = [
     Leaf("table", (60, 40), "float32", (None, "embed")),
@@ -338,6 +341,48 @@ def test_a_contribution_that_missed_a_new_server_is_sent_to_it(
     assert world.end() == expected
     check_rounds(world)
     assert [player.joined for player in players] == [1, 1]
+
+
+def test_a_push_while_servers_are_told_is_not_the_end_of_a_round(
+    make_world, expected, monkeypatch
+):
+    """One has given blocks away already, and the learner has not heard of it."""
+    world, is_given = make_world("told", 3), threading.Event()
+    place, giving = JobStore.place, []
+
+    def one_before_the_others(self, blocks, counted):
+        if not self.accepted - {*blocks}:
+            return place(self, blocks, counted)
+        giving.append(self)
+        if giving[0] is not self:
+            time.sleep(1.5)
+        place(self, blocks, counted)
+        is_given.set()
+
+    monkeypatch.setattr(JobStore, "place", one_before_the_others)
+
+    def grow() -> None:
+        world.add("s3")
+        assert is_given.wait(LIMIT)
+
+    players = play(world, {3: grow})
+    assert world.end() == expected
+    check_rounds(world)
+    assert [player.joined for player in players] == [1, 1]
+
+
+def test_a_coordinator_that_is_away_is_asked_again_where_blocks_are(monkeypatch):
+    monkeypatch.setattr(mover, "PAUSE_SECONDS", 0.01)
+    answers = iter([Unavailable("away"), Unavailable("away"), None])
+
+    class Asked:
+        def refresh(self):
+            if (answer := next(answers)) is not None:
+                raise answer
+
+    found = mover.Mover("run", LAYOUT, Asked())  # type: ignore
+    found.refresh()
+    assert next(answers, "none left") == "none left"
 
 
 def test_a_server_that_asks_to_leave_takes_no_block_with_it(make_world, expected):
