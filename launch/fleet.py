@@ -18,6 +18,7 @@ The others go on without a learner that has given up. Bad input ends everything.
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,9 +32,8 @@ from .restarts import Decision, Restarts
 from .stop_signals import StopSignals
 from .workers import Heir
 
-FINAL = (
-    "final.json"  # in the run folder, written by the coordinator of a job that is done
-)
+# In the run folder, written by the coordinator: of every job, and of one that is done.
+SPEC, FINAL = "spec.json", "final.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,6 @@ class FleetSettings:
 
     Attributes:
       processes: of each learner.
-      copies: of each block, on different servers: with several, a server that ends is
-        restarted alone.
       grace_seconds: how long a learner may take to save and exit, and then the service.
       spare_seconds: how much longer we wait for a learner's supervisor, which kills
         what is left of its workers after `grace_seconds`.
@@ -53,7 +51,6 @@ class FleetSettings:
     """
 
     processes: int = 1
-    copies: int = 1
     max_restarts: int = 5
     grace_seconds: float = 60.0
     spare_seconds: float = 5.0
@@ -199,7 +196,7 @@ class Fleet:
 
     def _after_service(self, part: Part, ending: Ending) -> int | None:
         # One of several may have been deposed; a server that has died is seen here.
-        is_alone = part in self._coordinators or self._settings.copies > 1
+        is_alone = part in self._coordinators or self._has_copies()
         if len(self._coordinators) == 1 and ending.status == UNREACHABLE:
             is_alone = False
         restarting = "restarting it" if is_alone else "restarting the service"
@@ -210,6 +207,11 @@ class Fleet:
             other.kill()
             other.due = time.monotonic() + decision.delay
         return None
+
+    def _has_copies(self) -> bool:
+        """Returns whether the job keeps several copies of each block on the servers."""
+        file = self._run / SPEC
+        return file.exists() and json.loads(file.read_text()).get("copies", 1) > 1
 
     def _after_learner(self, learner: Learner, ending: Ending) -> int | None:
         if ending.status == DONE:

@@ -124,8 +124,8 @@ def is_given(args: argparse.Namespace) -> bool:
                 f"{word.partition('=')[0]} is set for each learner by --learners; "
                 "remove it from the command"
             )
-        if "exchange.copies" in word:
-            raise ValueError(f"{word}: give --copies N to launch instead")
+        if "exchange.copies" in word and getattr(args, "copies", None) is not None:
+            raise ValueError(f"{word}: --copies sets it too; remove one of them")
     return True
 
 
@@ -178,7 +178,6 @@ def launch(
         processes=processes,
         max_restarts=args.max_restarts,
         grace_seconds=args.grace_seconds,
-        copies=getattr(args, "copies", None) or 1,
     )
     make = functools.partial(make_commands, args, target, shares, run, address)
     return Fleet(make, run, logs, settings).run()

@@ -39,6 +39,11 @@ class Registry(dict[str, Registered]):
             log.append(spec.job, "placement", body)
             names = ", ".join(placement.members)
             text = f"{spec.job}: {why}; blocks belong to {names}"
+            if (found := len(placement.members)) < placement.copies:
+                text += (
+                    f"; there is only {found} copy of each, not {placement.copies}, "
+                    "until another server comes"
+                )
             about = {"epoch": placement.epoch, "servers": list(placement.members)}
             say(text, "placed", job=spec.job, reason=why, **about)
 

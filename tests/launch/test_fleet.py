@@ -63,7 +63,8 @@ def test_what_of_the_service_is_restarted(role, action, restarted, tmp_path):
     copies = action.get("copies", 1)
     everyone = [f"seen/{name}.json" for name in FIRST]
     plan = {role: [action | {"until": everyone}, {"final": True}], **LEARNERS}
-    with RunningFleet(tmp_path, plan, copies=copies) as fleet:
+    (tmp_path / "spec.json").write_text(json.dumps({"copies": copies}))
+    with RunningFleet(tmp_path, plan) as fleet:
         names = [name.replace(" ", "-") for name in restarted]
         fleet.until_seen(*FIRST, *(f"{name}-1" for name in names))
         fleet.process.send_signal(signal.SIGTERM)

@@ -131,9 +131,8 @@ def test_commands_are_understood(fleet):
         serve._check(parser.parse_args(words(command)))
 
 
-def test_copies_are_for_the_learners_and_the_fleet(fleet):
+def test_copies_are_a_setting_of_the_learners(fleet):
     assert launch("local", "--learners", "2", "--servers", "2", "--copies", "2") == 75
-    assert fleet["settings"].copies == 2
     for _, command in learners(fleet):
         assert "exchange.copies=2" in command
 
@@ -251,8 +250,8 @@ def test_a_slurm_job_runs_a_fleet_on_its_first_node(fleet, capfd):
         ("local --processes 1 --each 0 -- train", "--each needs --learners"),
         ("local --processes 1 --copies 2 -- train", "--copies needs --learners"),
         (
-            "local --learners 2 -- train --set exchange.copies=2",
-            "exchange.copies=2: give --copies N to launch instead",
+            "local --learners 2 --copies 2 -- train --set exchange.copies=1",
+            "exchange.copies=1: --copies sets it too; remove one of them",
         ),
         ("local --learners 0 -- train", "--learners must be >= 1, got 0"),
         ("local --learners 2 --servers 0 -- train", "--servers must be >= 1, got 0"),

@@ -198,6 +198,7 @@ def test_a_server_is_killed_and_nothing_is_lost(make_world, expected):
     assert [player.joined for player in players] == [1, 1]
     assert time.monotonic() - began < 30
     assert any("server s0 is lost" in line for line in world.said), world.said
+    assert any("only 1 copy of each, not 2" in line for line in world.said), world.said
     assert not any("abandoned" in line for line in world.said)
     entries = world.coordinator._log.read("run")
     placement = make_history(entries).placement
