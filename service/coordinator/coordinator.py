@@ -104,7 +104,8 @@ class Coordinator:
         with self._changed:
             known = self._servers.get(name)
             beats = status.ServerBeats(address, self._clock())
-            self._servers[name] = Registered(server, beats)
+            jobs = frozenset(message.get("jobs", ()))
+            self._servers[name] = Registered(server, beats, jobs)
             missing = self._num_servers - len(self._servers)
             drivers = list(self._drivers.values())
             self._changed.notify_all()
@@ -350,9 +351,7 @@ class Coordinator:
                 assert history.spec is not None, name
                 placement = history.placement
                 spec = parse_spec(history.spec, history.spec["version"])
-                if self._missing() and not (
-                    placement and placement.is_held_by(spec.layout, name, self._servers)
-                ):
+                if self._missing() and not self._servers.hold_all(spec, placement):
                     continue  # one of its only copies may still come
                 self._start(spec, self._servers.group(spec, self._log, self._say))
                 self._waiting.remove(name)  # not before: it may fail, and try again

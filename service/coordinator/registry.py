@@ -16,11 +16,14 @@ class Registered:
     """A server that said it is there, and what it said since.
 
     Attributes:
+      jobs: of which it had blocks when it registered: one that was started again has
+        none, under the same name.
       is_leaving: whether it has asked to leave.
     """
 
     server: RemoteServer
     beats: ServerBeats
+    jobs: frozenset[str] = frozenset()
     is_leaving: bool = False
 
 
@@ -30,6 +33,13 @@ class Registry(dict[str, Registered]):
     def __init__(self, settings: Settings, now: float):
         super().__init__()
         self._settings, self._looked = settings, now
+
+    def hold_all(self, spec: JobSpec, placement: Placement | None) -> bool:
+        """Returns whether servers that are there have every block, by a placement."""
+        have = {name for name, server in self.items() if spec.job in server.jobs}
+        return placement is not None and placement.is_held_by(
+            spec.layout, spec.job, have
+        )
 
     def group(self, spec: JobSpec, log: Log, say: Say) -> ServerGroup:
         """Returns the servers that are there, for a new job."""

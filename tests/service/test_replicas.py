@@ -420,3 +420,31 @@ def test_a_coordinator_and_a_server_that_die_together(make_world, expected):
     assert [player.joined for player in players] == [1, 1]
     assert not any("abandoned" in line for line in world.said)
     assert world.job.servers.placement.members == ("s0", "s1")
+
+
+def test_a_server_that_is_back_without_its_blocks_does_not_pass_for_one_that_has_them(
+    make_world, expected
+):
+    """The blocks are on the third one, which takes longer than a lease to come."""
+    world = make_world("empty", 3)
+
+    def kill() -> None:
+        late = world.servers.pop("s2")
+        late._is_closing.set()  # it is alive, but cannot reach the coordinator
+
+        def meanwhile() -> None:
+            world.kill("s0")
+
+        world.restart(meanwhile)
+        world.add("s0")
+        time.sleep(LEASE + 2)
+        late._is_closing.clear()
+        late._register()
+        late._thread = threading.Thread(target=late._beat, daemon=True)
+        late._thread.start()
+        world.servers["s2"] = late
+
+    play(world, {4: kill})
+    assert world.end() == expected
+    check_rounds(world)
+    assert not any("abandoned" in line for line in world.said), world.said
