@@ -20,7 +20,7 @@ class Moving:
         self._epoch = -1  # of what follows
         self._todo: dict[str, list[int]] = {}  # by server
         self._num_moved, self._began = 0, 0.0
-        self._failure = ""  # of the last attempt
+        self._failure, self._num_failures = "", 0  # of the last attempts
 
     @property
     def is_busy(self) -> bool:
@@ -106,13 +106,17 @@ class Moving:
         if failure and failure != self._failure:
             job.around.say(f"{job.spec.job}: {failure}; keeps trying")
         self._failure = failure
+        self._num_failures = self._num_failures + 1 if failure else 0
 
     def _slice(self, name: str) -> dict[str, object]:
         """Returns the order to a server to fetch some of the blocks that it lacks."""
         servers, layout = self._job.servers, self._job.spec.layout
         source, blocks, nbytes = "", [], 0
         for block in self._todo[name]:
-            source = source or min(n for n, x in servers.held.items() if block in x)
+            if not source:
+                holders = sorted(n for n, x in servers.held.items() if block in x)
+                # Where the first one did not send, perhaps the next one does.
+                source = holders[self._num_failures % len(holders)]
             if block not in servers.held[source]:
                 continue
             nbytes += layout.block_bytes(block)

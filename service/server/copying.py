@@ -8,7 +8,9 @@ version is checked.
 For each block there is a JSON message that says what follows, and then the bytes.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import google_crc32c
@@ -17,15 +19,46 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..wire import messages
+from ..wire.calls import Channel
 from ..wire.errors import Refused, Unavailable
 from .block_files import plain
 from .store import BlockStore
 from .versions import read_only
 
 CHUNK = 2 << 20
+# Commits wait while blocks are fetched: not long for a server that is silent, and less
+# than the coordinator waits for an answer.
+SILENT_SECONDS, FETCH_SECONDS = 10.0, 240.0
 
 # Arrays of a block, each with what it is.
 Parts = list[tuple[dict[str, Any], np.ndarray]]
+
+
+def fetch(
+    store: BlockStore, channel: Channel, message: dict[str, Any]
+) -> Iterator[int]:
+    """Takes over blocks from another server, yields each, and closes the channel.
+
+    Args:
+      message: says which blocks, see BlockServer.copy.
+    """
+    with contextlib.closing(channel):
+        stream = channel.download("Copy", message, FETCH_SECONDS)
+        yield from decode(store, _ending(stream, channel.close))
+
+
+def _ending(stream: Iterator[bytes], end: Callable[[], None]) -> Iterator[bytes]:
+    """Yields messages; ends the call if the next one takes too long to come."""
+    while True:
+        timer = threading.Timer(SILENT_SECONDS, end)
+        timer.start()
+        try:
+            message = next(stream, None)
+        finally:
+            timer.cancel()
+        if message is None:
+            return
+        yield message
 
 
 def encode(store: BlockStore, version: int, blocks: Sequence[int]) -> Iterator[bytes]:

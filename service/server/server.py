@@ -4,7 +4,6 @@
 and tells a coordinator that it is there.
 """
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -31,7 +30,6 @@ BEAT_SECONDS = 2.0
 RETRY_SECONDS = 0.5  # while no coordinator answers
 # With the last server the coordinator takes up its jobs, which loads checkpoints.
 REGISTER_SECONDS = 300.0
-FETCH_SECONDS = 10.0  # commits wait meanwhile
 # What a store is made of; the rest of a job's spec is for others.
 PARTS = ("layout", "policy", "update", "tables")
 _LOG = logging.getLogger(__name__)
@@ -133,9 +131,7 @@ class BlockServer:
         arrived: list[int] = []
         failed = None
         try:
-            with contextlib.closing(channel):
-                stream = channel.download("Copy", about, FETCH_SECONDS)
-                arrived.extend(copying.decode(store, stream))
+            arrived.extend(copying.fetch(store, channel, about))
         except (ConnectionError, Refused) as error:  # the other server is lost, maybe
             failed = f"blocks did not arrive from {source}: {error}"
         return {"arrived": arrived, "failed": failed}

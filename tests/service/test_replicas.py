@@ -283,6 +283,25 @@ def test_a_server_that_is_started_again_gets_what_it_had_received(make_world, ex
     check_rounds(world)
 
 
+def test_blocks_come_from_the_other_copy_if_one_server_cannot_be_reached(
+    make_world, expected, monkeypatch
+):
+    world = make_world("unreached", 3)
+    nobody, away = "127.0.0.1:1", world.servers["s0"].address
+
+    def channel(address: str, **about) -> Channel:
+        return Channel(nobody if address == away else address, **about)
+
+    def grow() -> None:
+        monkeypatch.setattr(server_lib, "Channel", channel)
+        world.add("s3")
+        world.until(lambda: "s3" in world.job.servers.placement.before)
+
+    play(world, {3: grow})
+    assert world.end() == expected
+    assert any(f"did not arrive from {away}" in line for line in world.said)
+
+
 def test_a_server_that_comes_takes_its_share(make_world, expected):
     """What was pushed before it came, and not contributed, is pushed to it as well."""
     world = make_world("grown", 3)

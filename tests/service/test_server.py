@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -13,10 +14,11 @@ import pytest
 from meshloom.service.blocks import hashing
 from meshloom.service.blocks.layout import Box, Leaf, make_layout
 from meshloom.service.blocks.pieces import pieces
+from meshloom.service.server import copying
 from meshloom.service.server import server as server_lib
 from meshloom.service.server.server import BlockServer, ServerProcess
 from meshloom.service.wire import tensors
-from meshloom.service.wire.calls import Channel, Server
+from meshloom.service.wire.calls import Channel, Download, Server
 from meshloom.service.wire.errors import Refused, Unavailable
 from meshloom.service.wire.messages import encode
 
@@ -344,3 +346,27 @@ def test_a_stream_that_is_cut_counts_what_was_complete(group):
     assert channel.call("Status", {"job": "j"})["version"] is None
     group.push(0, 0, values(0))
     assert equal(group.pull(0), values(0))
+
+
+def test_a_server_that_falls_silent_while_it_sends_blocks_is_given_up(monkeypatch):
+    """Commits wait for the blocks, so not for as long as a large one may take."""
+    may_end = threading.Event()
+
+    def copy(message):
+        yield encode({"version": 0, "dropped": []})
+        may_end.wait(60)
+
+    monkeypatch.setattr(copying, "SILENT_SECONDS", 0.5)
+    source = Server("127.0.0.1:0", {}, {"Copy": Download(copy)})
+    server = BlockServer(connect=Channel)
+    about = {"job": "j", "term": 0}
+    try:
+        server.methods["Create"]({**about, "spec": SPEC, "blocks": [0]})
+        order = {"source": f"127.0.0.1:{source.port}", "version": 0, "blocks": [0]}
+        begin = time.monotonic()
+        answer = server.methods["Fetch"]({**about, **order})
+        assert answer["arrived"] == [] and "did not arrive" in answer["failed"]
+        assert 0.5 <= time.monotonic() - begin < 20
+    finally:
+        may_end.set()
+        source.close(0)
