@@ -361,8 +361,9 @@ class ServerProcess:
 
     def _register(self) -> None:
         version = metadata.version("meshloom")
-        message = {"name": self.name, "address": self.address, "version": version}
+        message: Message = {"name": self.name, "address": self.address}
         message["jobs"] = [job["job"] for job in self.blocks.held()["jobs"]]
+        message["version"] = version
         answer = self._channel.call("RegisterServer", message, REGISTER_SECONDS)
         try:
             self.blocks.fence.admit(answer.get("term", 0))

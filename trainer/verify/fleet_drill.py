@@ -231,7 +231,7 @@ def has_failed(trainings: Sequence[Training]) -> bool:
 def table(trainings: Sequence[Training]) -> str:
     """Formats the outcome of each fault, and of each training."""
     times = ("next commit", "seconds", "taken back")
-    rows = [("fault", "hit", "recovered", *times, "training")]
+    rows: list[tuple[str, ...]] = [("fault", "hit", "recovered", *times, "training")]
     for training in trainings:
         for r in training.results:
             fine = "NO" if r.problem else "yes"
