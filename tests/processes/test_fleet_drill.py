@@ -333,6 +333,11 @@ def test_a_wire_flips_one_bit_of_what_is_asked_for(monkeypatch):
                 channel.call("Echo", large, 20)
             assert wire.flipped == 2
             assert channel.call("Echo", large, 20) == large
+            wire.flip("pulled tensor")
+            assert channel.call("Echo", small, 20) == small
+            with pytest.raises(Unavailable, match="is damaged: CRC32C"):
+                channel.call("Echo", large, 20)
+            assert wire.flipped == 3
 
 
 def echo() -> Server:

@@ -178,6 +178,7 @@ FAULTS: dict[str, Fault] = {
     "pause-server": pause("server"),
     "pause-coordinator": pause("coordinator"),
     "flipped-bit": flip_a_bit("tensor"),
+    "flipped-bit-in-pull": flip_a_bit("pulled tensor"),
     "flipped-bit-in-message": flip_a_bit("message"),
     "full-disk": full_disk,
     "leader-before-commit": kill_at("log"),
@@ -189,6 +190,7 @@ FAULTS: dict[str, Fault] = {
 # What a training needs around it for a fault; the others need nothing.
 SETTINGS: dict[str, Setting] = {
     "flipped-bit": on_a_wire,
+    "flipped-bit-in-pull": on_a_wire,
     "flipped-bit-in-message": on_a_wire,
     "full-disk": on_a_small_disk,
     **dict.fromkeys(

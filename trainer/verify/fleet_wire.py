@@ -10,9 +10,14 @@ import socket
 import threading
 from collections.abc import Iterator
 
-# By what passes at once, from a caller: how many bytes it has, and which of them gets
-# the flipped bit. Calls end with their message, after headers; tensors are longer.
-BYTES = {"tensor": (4096, 1 / 2), "message": (300, 7 / 8)}
+# By what passes at once: how many bytes it has, and which of them gets the flipped bit.
+# Calls end with their message, after headers; tensors are longer.
+TENSOR_BYTES = 4096
+BYTES = {
+    "tensor": (TENSOR_BYTES, 1 / 2),
+    "pulled tensor": (TENSOR_BYTES, 1 / 2),
+    "message": (300, 7 / 8),
+}
 CHUNK_BYTES, POLL_SECONDS = 1 << 16, 0.1
 ANSWER = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
@@ -41,7 +46,7 @@ class Wire:
         return {"grpc_proxy": f"http://127.0.0.1:{port}"}
 
     def flip(self, what: str) -> None:
-        """Flips one bit of the next "tensor" or "message" that is sent."""
+        """Flips one bit of the next one of BYTES that passes."""
         with self._lock:
             self._asked.append(what)
 
@@ -79,18 +84,19 @@ class Wire:
                 data = source.recv(CHUNK_BYTES)
                 if not data:
                     return
-                if source is client:
-                    server.sendall(self._with_flip(data))
-                else:
-                    client.sendall(data)
+                is_call = source is client
+                target = server if is_call else client
+                target.sendall(self._with_flip(data, is_call))
 
-    def _with_flip(self, data: bytes) -> bytes:
+    def _with_flip(self, data: bytes, is_call: bool) -> bytes:
+        found = "message" if is_call else ""
+        if len(data) >= TENSOR_BYTES:
+            found = "tensor" if is_call else "pulled tensor"
         with self._lock:
-            what = self._asked[0] if self._asked else "tensor"
-            least, share = BYTES[what]
-            is_long = len(data) >= BYTES["tensor"][0]
-            if not self._asked or len(data) < least or is_long != (what == "tensor"):
+            what = self._asked[0] if self._asked else ""
+            if not what or found != what or len(data) < BYTES[what][0]:
                 return data
+            share = BYTES[what][1]
             del self._asked[0]
             self.flipped += 1
         damaged = bytearray(data)
