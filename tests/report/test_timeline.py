@@ -89,6 +89,30 @@ def test_lanes_of_a_fleet(training):
     ]
 
 
+def test_servers_that_come_and_go(training):
+    """Blocks are moved until each has all of its copies again."""
+    two, three = ["a", "b"], ["a", "b", "c"]
+    write(
+        training / "service" / "log" / "events.jsonl",
+        event(2, "started"),
+        event(6, "placed", servers=two, reason="the blocks are placed"),
+        event(15, "placed", servers=three, reason="servers that have come: c"),
+        event(17, "placed", servers=three, reason="all blocks are where they belong"),
+        event(17, "moved", copies=3, seconds=2),
+        event(25, "placed", servers=two, reason="server c is lost"),
+        event(30, "moved", copies=3, seconds=5),
+        event(55, "done"),
+    )
+    found = read_timeline(training, ["0", "1"])
+    assert found is not None
+    (lane,) = [lane for lane in found.lanes if lane.name == "copies"]
+    assert lane.spans == [(6, 15), (17, 25), (30, 55)]
+    assert [(m.time, m.text) for m in lane.marks] == [
+        (15, "servers that have come: c"),
+        (25, "server c is lost"),
+    ]
+
+
 def test_a_run_without_a_supervisor_is_read_from_its_ledger(tmp_path):
     ledger = tmp_path / "ledger.jsonl"
     rows = [

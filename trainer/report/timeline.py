@@ -33,7 +33,8 @@ def timeline(found: Timeline | None) -> str:
     )
     back = ", those that a restart took back dashed" if found.taken_back else ""
     note = (
-        '<p class="note">Bars: up. Crosses: deaths and stalls; triangles: resizes. '
+        '<p class="note">Bars: up (copies: each block has all of them). Crosses: '
+        "deaths and stalls; triangles: resizes, and servers that came or went. "
         f"{found.what.capitalize()} are lines{back}. The first bar begins at "
         "0.</p>"
     )

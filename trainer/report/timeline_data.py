@@ -11,6 +11,7 @@ from ..record.ledger import FILE as LEDGER
 
 Row = Mapping[str, Any]
 EVENTS = Path("logs", "supervisor.jsonl")
+SERVICE_EVENTS = Path("service", "log", "events.jsonl")  # in the folder of a fleet
 # Events of a supervisor after which its processes are not up any more.
 ENDINGS = ("death", "stall", "done", "failed", "stop", "finished", "gave up")
 MARKS = {"death": "death", "stall": "stall", "gave up": "death"}
@@ -63,6 +64,7 @@ def read_timeline(folder: Path, learners: Sequence[str]) -> Timeline | None:
     if learners:
         homes = {f"learner {name}": folder / "learners" / name for name in learners}
         lanes = _service(_rows(folder / EVENTS))
+        lanes += _copies(_rows(folder / SERVICE_EVENTS))
         lanes += [_lane(name, home) for name, home in homes.items()]
         commits = _times(_rows(folder / "commits.jsonl"))
         back = _times(_rows(folder / "abandoned.jsonl"))
@@ -171,6 +173,31 @@ def _service(rows: Sequence[Row]) -> list[Lane]:
     for name in list(since):
         end(name, max(last, since[name]))
     return [lanes[name] for name in sorted(lanes)]
+
+
+def _copies(rows: Sequence[Row]) -> list[Lane]:
+    """Returns the lane of the copies of blocks, if there are any.
+
+    It has a bar while each block has all of its copies, and a mark for each server that
+    came or went.
+    """
+    lane, since, servers = Lane("copies"), None, None
+    for row in rows:
+        kind, time = row["event"], row["time"]
+        if kind == "placed":
+            if servers is None:
+                since = time
+            elif row["servers"] != servers:
+                lane.marks.append(Mark(time, "resize", row["reason"]))
+                if since is not None:
+                    lane.spans.append((since, time))
+                since = None
+            servers = row["servers"]
+        elif kind == "moved":
+            since = time
+    if since is not None:
+        lane.spans.append((since, rows[-1]["time"]))
+    return [lane] if servers is not None else []
 
 
 def _last(
