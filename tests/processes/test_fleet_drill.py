@@ -422,6 +422,32 @@ class FakeSpec(fleet_job.FleetSpec):
         return [sys.executable, "-c", "import sys, time; time.sleep(1); sys.exit(7)"]
 
 
+class SlowSpec(fleet_job.FleetSpec):
+    """Commits for two seconds, and then does nothing."""
+
+    def argv(self, run):
+        source = (
+            "import pathlib, sys, time\n"
+            "file = pathlib.Path(sys.argv[1], 'commits.jsonl')\n"
+            "file.parent.mkdir()\n"
+            "for _ in range(20):\n"
+            "    file.open('a').write('{}\\n')\n"
+            "    time.sleep(0.1)\n"
+            "time.sleep(60)\n"
+        )
+        return [sys.executable, "-c", source, str(run)]
+
+
+def test_the_rest_of_a_training_takes_as_long_as_there_are_commits(tmp_path):
+    spec = SlowSpec((), 2, 2, 1, num_steps=9, save_every=5, limit_seconds=1.0)
+    began = time.monotonic()
+    with fleet_job.running(spec, tmp_path / "run") as fleet:
+        fleet.wait_for_commits(1)
+        with pytest.raises(Failed, match="not done, and no commit within 1 s"):
+            fleet.end()
+    assert time.monotonic() - began > 2.9
+
+
 KILLED = """
 import dataclasses, pathlib, sys, time
 from meshloom.trainer.verify import fleet_job

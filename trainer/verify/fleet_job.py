@@ -47,7 +47,7 @@ class FleetSpec:
       save_every: the number of commits between checkpoints of the service, and of steps
         between those of a learner.
       limit_seconds: how long anything may take before the drill has failed: a start, a
-        recovery, the rest of a training, a replay.
+        recovery, a commit; a replay may take ten times as long.
       processes: of each learner.
       copies: of each block, on different servers.
       target, launch: that of `meshloom launch`, and more of its flags.
@@ -300,12 +300,21 @@ class Fleet:
         return first - mark.time, (back() or time.time()) - mark.time
 
     def end(self) -> int:
-        """Waits until the training has ended; returns its exit status."""
-        try:
-            return self._process.wait(self.spec.limit_seconds)
-        except subprocess.TimeoutExpired:
-            seconds = self.spec.limit_seconds
-            raise Failed(f"not done within {seconds:g} s; see {self.log}") from None
+        """Waits until the training has ended; returns its exit status.
+
+        The limit is for each commit: how many are left depends on the training.
+        """
+        seconds, known, deadline = self.spec.limit_seconds, -1, 0.0
+        while True:
+            if (number := len(self.commits())) != known:
+                known, deadline = number, time.monotonic() + seconds
+            try:
+                return self._process.wait(POLL_SECONDS * 10)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    raise Failed(
+                        f"not done, and no commit within {seconds:g} s; see {self.log}"
+                    ) from None
 
     def start_again(self) -> None:
         """Continues a training that has ended, with the same command."""
