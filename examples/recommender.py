@@ -34,6 +34,7 @@ from meshloom.service.rounds.policy import make_policy
 from meshloom.service.server.job_store import JobStore
 from meshloom.service.wire.calls import Channel
 from meshloom.service.wire.coordinators import reach
+from meshloom.trainer.data.planted import factors
 from meshloom.trainer.job.group import Group
 from meshloom.trainer.run.exchange_update import make_update
 
@@ -61,12 +62,7 @@ class Ratings:
 
     def planted(self, table: str, ids: np.ndarray) -> np.ndarray:
         """Returns the factors behind the ratings; products of two have variance 1."""
-        number = (self.seed * 2 + (table == "items")) << 40
-        with np.errstate(over="ignore"):
-            at = ids[:, None] * self.width + np.arange(self.width)
-            words = _mixed(at.astype(np.uint64) + np.uint64(number))
-        unit = (words >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1
-        return (unit * np.sqrt(3) / self.width**0.25).astype(np.float32)
+        return factors(self.seed, table == "items", ids, self.width)
 
     def block(self, number: int) -> dict[str, np.ndarray]:
         random = np.random.Generator(np.random.Philox(key=[self.seed, number]))
@@ -260,14 +256,6 @@ def replay(folder: Path) -> bool:
 def _ratings_of(spec: Mapping[str, Any]) -> Ratings:
     data = {name: x for name, x in spec["data"].items() if name != "digest"}
     return Ratings(**data)
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """Returns 64 random bits for each number (splitmix64)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

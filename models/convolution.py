@@ -20,7 +20,7 @@ def weight(rngs: nnx.Rngs, shape, inputs, output: str | None) -> nnx.Param:
     return nnx.Param(value, axes=(*inputs, output))
 
 
-def bias(width: int, axis: str) -> nnx.Param:
+def bias(width: int, axis: str | None) -> nnx.Param:
     return nnx.Param(jnp.zeros(width), axes=(axis,))
 
 

@@ -6,10 +6,11 @@ import shlex
 import jax
 import pytest
 
-from meshloom.sharding import MeshSpec, parse_plan
+from meshloom.sharding import MeshSpec
 from meshloom.trainer import cli
 from meshloom.trainer.config import files as config_files
 from meshloom.trainer.program import state
+from meshloom.trainer.program.rules import make_rules
 from meshloom.trainer.run import train
 
 # As published, without any padding of the vocabulary.
@@ -23,18 +24,24 @@ MESHES = {
     "digits": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
     "digits_resnet": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
     "digits_vit": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
+    "dlrm": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
     "drill": ["data=8", "fsdp=4,tensor=2"],
+    "factors": ["data=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2"],
+    "two_towers": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
     "default": ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4"],
     "gpt2_124m": ["fsdp=8", "data=4,fsdp=4", "data=2,fsdp=2,tensor=4"],
     "llama2_7b": ["fsdp=64", "fsdp=16,tensor=4", "data=2,fsdp=16,tensor=2"],
     "llama3_8b": ["fsdp=64", "fsdp=16,tensor=4", "replica=2,fsdp=32"],
     "llama3_70b": ["fsdp=64,tensor=4", "fsdp=256", "replica=4,fsdp=32,tensor=8"],
 }
-IMAGES = {
+EXAMPLES = {
     "digits": 38_282,
     "digits_resnet": 77_290,
     "digits_vit": 136_010,
-}  # and their parameters
+    "factors": (1024 + 768) * 4,
+    "two_towers": (1024 + 512) * 16 + 2 * (2 * 16 * 64 + 64 + 16),
+    "dlrm": 1088 * 16 + 4 * 64 + 64 * 17 + 16 + 22 * 64 + 64 + 64 * 32 + 32 + 33,
+}  # whose data is no text, and their parameters
 # Also with the residual stream sharded by position, and both sides of a matrix sharded.
 PLANS = ("data+fsdp+tensor", "data+fsdp+tensor+sequence", "data+tensor2d")
 
@@ -49,14 +56,13 @@ def layout(config, mesh: str, plan: str):
     tx = config.optimizer.make(
         config.schedule.make(config.num_steps), config.model.axes()
     )
-    return state.make_layout(
-        config.model, tx, parse_plan(plan), MeshSpec.parse(mesh).abstract()
-    )
+    rules = make_rules(plan, config.rules)
+    return state.make_layout(config.model, tx, rules, MeshSpec.parse(mesh).abstract())
 
 
 def test_each_shipped_config_is_tested_here(configs):
     assert set(configs) == set(MESHES)
-    assert set(MESHES) == {"default", "drill", *IMAGES, *PUBLISHED}
+    assert set(MESHES) == {"default", "drill", *EXAMPLES, *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -107,18 +113,18 @@ def test_every_batch_can_be_cut(configs, name):
         assert config.batch_size % ways == 0, mesh
 
 
-@pytest.mark.parametrize("name", IMAGES)
-def test_images_and_their_model_agree(configs, name):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_and_their_model_agree(configs, name):
     config = configs[name]
     split = config.data.open("train")
     batch = {name: x[None] for name, x in split[0].items()}
     config.model.check_batch(batch, split.describe())
-    assert config.model.num_params() == IMAGES[name]
+    assert config.model.num_params() == EXAMPLES[name]
     if config.exchange is not None:
         assert config.num_steps % config.exchange.policy.local_steps == 0
 
 
-@pytest.mark.parametrize("name", [name for name in MESHES if name not in IMAGES])
+@pytest.mark.parametrize("name", [name for name in MESHES if name not in EXAMPLES])
 def test_data_and_model_agree(configs, name):
     config = configs[name]
     assert config.data.length <= config.model.max_length

@@ -9,7 +9,8 @@ says which belong to a split.
 
 Configs name the sources as `data.Text`, `data.ArrayRecords`, `data.ArrayFiles`,
 `data.Csv`, `data.Parquet`, `data.HuggingFace`, `data.ImageFolder`,
-`data.Synthetic` and `data.Digits`; `data.Mixture` draws from several, and
+`data.Synthetic`, `data.PlantedMatrix`, `data.PlantedChoices`, `data.PlantedClicks` and
+`data.Digits`; `data.Mixture` draws from several, and
 `data.Augmented` changes the images of one.
 Importing this package does not import jax; `data.batches` does.
 """
@@ -24,6 +25,9 @@ from .mixture import Mixture as Mixture
 from .orders import order_of as order_of
 from .parquet import HuggingFace as HuggingFace
 from .parquet import Parquet as Parquet
+from .planted import PlantedMatrix as PlantedMatrix
+from .planted_clicks import PlantedChoices as PlantedChoices
+from .planted_clicks import PlantedClicks as PlantedClicks
 from .shuffle import Order as Order
 from .sources import ArrayRecords as ArrayRecords
 from .sources import Dataset as Dataset

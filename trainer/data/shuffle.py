@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 # The constants of SplitMix64; uint64 multiplication is meant to wrap around.
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _NUM_ROUNDS = 4
@@ -30,7 +30,7 @@ def keys(seed: int, numbers: Any) -> np.ndarray:
     """Returns one uint64 key for every (seed, number)."""
     seeds = np.atleast_1d(np.array(seed % 2**64, dtype=np.uint64))
     numbers = np.atleast_1d(np.asarray(numbers)).astype(np.uint64)
-    return mix(mix(seeds + _STEP) + numbers * _STEP)
+    return mix(mix(seeds + STEP) + numbers * STEP)
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
@@ -47,9 +47,9 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     left, right = np.divmod(positions.astype(np.uint64), num_right)
     for _ in range(_NUM_ROUNDS // 2):
         # Shifted right by one bit so that the sum cannot wrap around.
-        left = (left + (mix(right * _STEP + keys) >> one)) % num_left
+        left = (left + (mix(right * STEP + keys) >> one)) % num_left
         keys = keys + _MIX_1
-        right = (right + (mix(left * _STEP + keys) >> one)) % num_right
+        right = (right + (mix(left * STEP + keys) >> one)) % num_right
         keys = keys + _MIX_1
     result = left * num_right + right
     outside = result >= size

@@ -6,9 +6,11 @@ each step subtracts learning rate * weight_decay * parameter.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from collections.abc import Hashable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -127,6 +129,81 @@ class Muon:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowAdaGrad:
+    """AdaGrad with one accumulator for each row of a table; AdamW for all others.
+
+    Rows without a gradient, and their accumulators, keep their bits: AdamW would go on
+    moving them by their momentum. A gradient of 0 is none. The update still reads and
+    writes every row of a table.
+
+    Attributes:
+      tables: logical axes. Parameters whose first dimension has one of them are tables.
+      table_rate: factor on the learning rate of tables.
+      weight_decay: of matrices; tables have none.
+    """
+
+    tables: tuple[str, ...] = ("rows", "users", "items")
+    table_rate: float = 10.0
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+
+    def make(self, learning_rate: optax.Schedule, axes: Any):
+        others = AdamW(b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
+        labels = _by_axes(self._label, axes)
+        if "table" not in jax.tree.leaves(labels):
+            raise ValueError(
+                "RowAdaGrad: no parameter begins with a logical axis "
+                f"{' or '.join(self.tables)}. Name those of the model's tables in "
+                "`tables`, or use AdamW."
+            )
+        each: dict[Hashable, optax.GradientTransformation] = {
+            "table": optax.chain(
+                _scale_by_row_squares(),
+                optax.scale_by_learning_rate(
+                    lambda count: self.table_rate * learning_rate(count)
+                ),
+            ),
+            "other": others.make(learning_rate, _masked(axes, labels, "other")),
+        }
+        return optax.partition(each, labels)
+
+    def _label(self, axes: Axes) -> str:
+        return "table" if axes and axes[0] in self.tables else "other"
+
+
+class RowSquares(NamedTuple):
+    """For each row, the sum over steps of its mean squared gradient."""
+
+    squares: Any
+
+
+def _scale_by_row_squares(eps: float = 1e-10) -> optax.GradientTransformation:
+    """Divides each row by the root of its accumulator, which begins at 0."""
+
+    def init(params):
+        return RowSquares(
+            jax.tree.map(lambda p: jnp.zeros(p.shape[0], p.dtype), params)
+        )
+
+    def update(updates, state, params=None):
+        del params
+        squares = jax.tree.map(
+            lambda s, g: s + jnp.mean(jnp.square(g), axis=range(1, g.ndim)),
+            state.squares,
+            updates,
+        )
+        scaled = jax.tree.map(
+            lambda g, s: g / jnp.sqrt(s + eps).reshape(-1, *(1,) * (g.ndim - 1)),
+            updates,
+            squares,
+        )
+        return scaled, RowSquares(squares)
+
+    return optax.GradientTransformation(init, update)
+
+
 # Dimensions that stack separate parameters: layers, and dimensions without a name.
 STACKED = ("layer", None)
 
@@ -152,3 +229,13 @@ def matrix_dimensions(axes: Axes) -> contrib.MuonDimensionNumbers | None:
 
 def _by_axes(function, axes: Any) -> Any:
     return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _masked(axes: Any, labels: Any, label: str) -> Any:
+    """Returns the axes of parameters with this label; optax masks all others."""
+    return jax.tree.map(
+        lambda one, its: one if its == label else optax.MaskedNode(),
+        axes,
+        labels,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
