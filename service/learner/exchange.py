@@ -145,18 +145,17 @@ class Exchange:
         """
         opened = self._attached.open(spec)
         if opened["initialize"] and self._client.learner == 0:
-            arrays = self._parameters.of(initial())
-            pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
-            in_all(
-                self._group,
-                "initial parameters",
-                lambda: {"bytes": self._push(pieces, 0)},
-                lambda _: self._client.initialized(),
-            )
+            self._initialize(initial)
         joined = in_all(self._group, "join", dict, lambda _: self._client.join(facts))
         self._incarnation = int(joined["incarnation"])
         self.turn = self._awaited(self._thread.submit(self._wait_for_turn, 0))
         return self.turn
+
+    def _initialize(self, initial: Callable[[], Any]) -> None:
+        """Sends the parameters of version 0, again if the servers have lost them."""
+        arrays = self._parameters.of(initial())
+        pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
+        self._attached.initialize(lambda: self._push(pieces, 0))
 
     def leave(self, reason: str) -> None:
         self._is_leaving.set()
