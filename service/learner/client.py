@@ -65,11 +65,15 @@ class Client:
         """Sends a row of metrics for the run folder of the job."""
         self._call("Report", {"kind": kind, "row": dict(row)})
 
-    def leave(self, reason: str) -> None:
-        """Leaves the job. The coordinator may be gone already, which is fine."""
+    def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Leaves the job. The coordinator may be gone already, which is fine.
+
+        Args:
+          failed: whether the data may be the reason.
+        """
         self._closed.set()
         try:
-            self._call("Leave", {"reason": reason}, 5.0)
+            self._call("Leave", {"reason": reason, "failed": failed}, 5.0)
         except (Refused, Unavailable):
             return  # its lease runs out
 

@@ -157,11 +157,12 @@ class Exchange:
         pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
         self._attached.initialize(lambda: self._push(pieces, 0))
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Leaves the job, `failed` if the data of this round may be the reason."""
         self._is_leaving.set()
         self._thread.shutdown(cancel_futures=True)
         if self._group.is_first:
-            self._client.leave(reason)
+            self._client.leave(reason, failed=failed)
         self._attached.close()
         self._client.close()
 
