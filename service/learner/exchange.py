@@ -173,7 +173,8 @@ class Exchange:
 
     def report(self, kind: str, row: Mapping[str, Any]) -> None:
         """Sends a row of metrics for the folder of the job; for the first process."""
-        self._client.report(kind, row)
+        with concurrent.futures.ThreadPoolExecutor(1, "report") as thread:
+            self._awaited(thread.submit(self._client.report, kind, row))
 
     # Rounds.
 

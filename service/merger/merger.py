@@ -19,7 +19,7 @@ from ..wire import codecs, tensors
 from ..wire.calls import Channel, Download, Message, Server, Upload
 from ..wire.coordinators import Caller, reach
 from ..wire.credentials import Tls
-from ..wire.errors import NoUpstream, Refused, Unavailable
+from ..wire.errors import Busy, NoUpstream, Refused, Unavailable
 from ..wire.messages import decode
 from ..wire.sums import check_counts_all
 from .job import MergedJob
@@ -210,6 +210,8 @@ class Merger:
         """
         try:
             return call()
+        except Busy:
+            raise
         except Unavailable as error:
             raise NoUpstream(f"the merger {self.address} waits: {error}") from error
 

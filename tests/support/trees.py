@@ -78,6 +78,7 @@ class Service:
     """
 
     def __init__(self, folder: Path, policy: Policy, num_learners: int, **spec):
+        self._save_every = spec.pop("save_every", 100)
         self.folder, self.policy, self.num_learners = folder, policy, num_learners
         self.spec = job_spec(
             policy,
@@ -104,7 +105,8 @@ class Service:
             self.folder,
             num_servers=2,
             version=VERSION,
-            settings=Settings(lease_seconds=10_000),  # the servers here do not beat
+            # The servers here do not beat.
+            settings=Settings(lease_seconds=10_000, save_every=self._save_every),
             connect=lambda n, a: RemoteServer(n, a, Channel(a)),
             clock=time.monotonic,
             say=lambda *text, **fields: None,
