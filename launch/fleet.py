@@ -87,7 +87,8 @@ class Fleet:
         self._coordinators: list[Part] = []  # of which one leads
         self._servers: list[Part] = []
         self._learners: list[Learner] = []
-        self._commit: int | None = None
+        self._commit: int | None = None  # what the service must get beyond
+        self._seen: int | None = None  # the newest commit
         self._status_at, self._status = 0.0, ""
 
     def run(self) -> int:
@@ -117,7 +118,7 @@ class Fleet:
             Part(i, command, logs, heir)
             for i, command in enumerate(commands.servers, start=len(coordinators))
         ]
-        self._commit = last_commit(self._run)
+        self._commit = self._seen = last_commit(self._run)
         for number, command in enumerate(commands.learners):
             folder = self._run / "learners" / str(number)
             restarts = self._make_restarts()
@@ -164,10 +165,15 @@ class Fleet:
         for part in self._service:
             if part.kill_if_silent(seconds):
                 say(f"{part.name} gave no sign of life for {seconds:g} s; killing it")
-        commit = last_commit(self._run)
-        if commit is not None and (self._commit is None or commit > self._commit):
-            self._commit = commit
-            self._restarts.progress()
+        if (commit := last_commit(self._run)) is not None:
+            if self._seen is not None and commit < self._seen:
+                # The service went on from a checkpoint. Computing again is progress
+                # if it gets further than the time before, not than ever.
+                self._commit = self._seen
+            self._seen = commit
+            if self._commit is None or commit > self._commit:
+                self._commit = commit
+                self._restarts.progress()
         if time.monotonic() >= self._status_at:
             self._status_at = time.monotonic() + self._settings.status_seconds
             self._say_status()

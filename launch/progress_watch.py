@@ -34,7 +34,7 @@ class Watch:
         self._slack, self._clock = slack, clock
         self._intervals: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
         self.has_reports = False  # whether any worker ever reported, in any attempt
-        self.highest: int | None = None  # step of any worker in any attempt
+        self._to_beat: int | None = None  # step of any worker in any attempt
         self.begin()
 
     def begin(self) -> None:
@@ -71,10 +71,18 @@ class Watch:
         self.has_reports = True
         if report.step is None:
             return False
-        further = self.highest is None or report.step > self.highest
+        further = self._to_beat is None or report.step > self._to_beat
         if further:
-            self.highest = report.step
+            self._to_beat = report.step
         return further
+
+    def fall_back(self) -> None:
+        """Notes that others made this attempt end, and may make the next begin earlier.
+
+        That must get further than this attempt, and not further than any.
+        """
+        if self.step is not None:
+            self._to_beat = self.step
 
     @property
     def silent_seconds(self) -> float:

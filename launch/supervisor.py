@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from . import exit_codes, progress_file
-from .exit_codes import BAD_INPUT, DONE, PREEMPTED, Ending
+from .exit_codes import BAD_INPUT, DONE, PREEMPTED, UNREACHABLE, Ending
 from .logs import Logs, last_line, say
 from .masking import masked_command
 from .progress_watch import Watch
@@ -220,6 +220,8 @@ class Supervisor:
     def _decide(self, outcome: Outcome) -> int | None:
         size = self._restarts.size
         decision = self._restarts.after(outcome.death)
+        if outcome.death is not None and outcome.death.status == UNREACHABLE:
+            self._watch.fall_back()
         said = ""
         if outcome.death is not None and outcome.death.status == BAD_INPUT:
             said = f", saying {self._last_line(outcome.death)!r}"

@@ -98,8 +98,8 @@ def apply_message(entry: Mapping[str, Any]) -> dict[str, Any]:
 def why_set_aside(decision: SetAside) -> str:
     return (
         f"blocks {list(decision.blocks)} of the data are set aside: learner "
-        f"{decision.learner} is one of {MAX_FAILURES} that were lost while they "
-        "computed on them"
+        f"{decision.learner} is the last of {MAX_FAILURES} that crashed or were not "
+        "heard of while they computed on them"
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..store.store import Deposed
-from ..wire.errors import OldTerm, Refused, Unavailable
+from ..wire.errors import Busy, OldTerm, Refused, Unavailable
 from . import disk, restoring
 from .cleaning import Cleaner
 from .job import Job
@@ -54,6 +54,8 @@ def cycle(job: Job, cleaner: Cleaner, requests: list[Request]) -> None:
     for request in requests:
         method = request.method
         assert method in METHODS, method
+        if not request.answer.set_running_or_notify_cancel():
+            continue
         try:
             if method == "join" and not job.is_held:
                 restoring.load_again(job)
@@ -112,9 +114,11 @@ class Driver:
             return request.answer.result(timeout=seconds)
         except concurrent.futures.TimeoutError:
             self.job.board.check()
-            raise Unavailable(
-                f"job {self.job.spec.job!r} gave no answer within {seconds:g} s; try "
-                "again"
+            if method == "join":  # which would join twice
+                request.answer.cancel()
+            raise Busy(
+                f"job {self.job.spec.job!r} is busy, and gave no answer to {method} "
+                f"within {seconds:g} s; try again"
             ) from None
 
     def stop(self, reason: str, seconds: float) -> None:

@@ -140,7 +140,8 @@ class Job:
         member = self.members.get(learner, incarnation)
         if member is not None:
             reason = str(message.get("reason", "left"))
-            self._accept(requests.left(member, reason, self.now()))
+            failed = message.get("failed") is True
+            self._accept(requests.left(member, reason, self.now(), failed=failed))
         return {}
 
     def initialize(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +187,7 @@ class Job:
         for member in self.members.expired(now):
             reason = f"not heard of for {seconds:g} s"
             self.around.say(f"{self.spec.job}: learner {member.learner} {reason}")
-            self._accept(requests.left(member, reason, now))
+            self._accept(requests.left(member, reason, now, failed=True))
         reason = self._evaluations.reason
         if reason is not None and not self.engine.is_done:
             self._accept({"event": Stopped(now, reason).to_json()})

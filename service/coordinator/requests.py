@@ -47,8 +47,8 @@ def joined(message: Mapping[str, Any], incarnation: int, now: float) -> Body:
     return {"event": event.to_json(), "owner": owner}
 
 
-def left(member: Member, reason: str, now: float) -> Body:
-    event = Left(now, member.learner, member.incarnation, reason)
+def left(member: Member, reason: str, now: float, *, failed: bool) -> Body:
+    event = Left(now, member.learner, member.incarnation, reason, failed)
     return {"event": event.to_json()}
 
 

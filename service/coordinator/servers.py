@@ -18,6 +18,8 @@ from ..wire.errors import Refused, Unavailable
 # A call that merges, updates or saves all blocks of a server. Beats tell much sooner
 # that a server is dead; this is for one that lives and does not answer.
 CALL_SECONDS = 300.0
+# So long may a checkpoint take; beyond the limit of `serve`, it would never be there.
+SLOW_SECONDS = {"Save": 3600.0, "Load": 3600.0}
 RETRY_SECONDS = 0.2
 MAX_SERVERS = 1024  # threads are started as needed
 
@@ -64,7 +66,7 @@ class RemoteServer:
         self._channel.close()
 
     def call(self, method: str, message: dict[str, Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + CALL_SECONDS
+        deadline = time.monotonic() + SLOW_SECONDS.get(method, CALL_SECONDS)
         while True:
             left = deadline - time.monotonic()
             if self._lost.is_set():
@@ -73,7 +75,11 @@ class RemoteServer:
                 return self._channel.call(method, message, max(left, RETRY_SECONDS))
             except Unavailable as error:
                 if self._lost.is_set() or time.monotonic() > deadline:
-                    raise ServerLost(self.name, f"{method}: {error}") from error
+                    why = f"{method}: {error}"
+                    if method in SLOW_SECONDS and not self._lost.is_set():
+                        why += f" of {SLOW_SECONDS[method]:g} s. Use a faster disk for "
+                        why += "checkpoints, or more servers"
+                    raise ServerLost(self.name, why) from error
             except ValueError as error:
                 if isinstance(error, Refused) or not self._lost.is_set():
                     raise

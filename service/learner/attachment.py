@@ -57,6 +57,25 @@ class Attachment:
         if mover is not None:
             mover.close()
 
+    def initialize(self, push: Callable[[], int]) -> None:
+        """Pushes the initial parameters in every process, until the job has them.
+
+        A server that was started again meanwhile, or has come, does not have them.
+        """
+        for _ in range(MAX_MOVES):
+            answer = in_all(
+                *(self._group, "initial parameters"),
+                lambda: {"bytes": push()},
+                lambda _: self._client.initialized(),
+            )
+            if answer["state"] == "ok":
+                return
+            self.open(self._spec)
+        raise Unavailable(
+            f"the initial parameters were sent {MAX_MOVES} times in vain: servers of "
+            "the job do not have them. See what the service says about its servers"
+        )
+
     def contribute(
         self,
         push: Callable[[bool], Report],
@@ -95,9 +114,12 @@ class Attachment:
                 check()
                 answer = in_all(self._group, "contribution", dict, again)
             while answer["state"] == "moved":
+                check()
                 answer = in_all(
                     self._group, "contribution", lambda: push(True), contribute
                 )
+            if answer["state"] == "left":
+                raise Unavailable(f"this learner must join again: {answer['reason']}")
             if answer["state"] != "elsewhere":
                 return
             self.open(self._spec)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..wire.coordinators import Caller
-from ..wire.errors import Refused, Unavailable
+from ..wire.errors import Busy, Refused, Unavailable
 
 # How long the coordinator holds a `Next` that has nothing to say yet.
 POLL_SECONDS = 10.0
@@ -14,6 +14,8 @@ CALL_SECONDS = 20.0
 BEAT_SECONDS = 2.0
 # How long a coordinator that does not answer is waited for; every call can be repeated.
 RETRY_SECONDS, PAUSE_SECONDS = 45.0, 0.5
+# How long one that says that it is busy, with a large checkpoint, say.
+BUSY_SECONDS = 7200.0
 
 
 class Client:
@@ -65,11 +67,15 @@ class Client:
         """Sends a row of metrics for the run folder of the job."""
         self._call("Report", {"kind": kind, "row": dict(row)})
 
-    def leave(self, reason: str) -> None:
-        """Leaves the job. The coordinator may be gone already, which is fine."""
+    def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Leaves the job. The coordinator may be gone already, which is fine.
+
+        Args:
+          failed: whether the data may be the reason.
+        """
         self._closed.set()
         try:
-            self._call("Leave", {"reason": reason}, 5.0)
+            self._call("Leave", {"reason": reason, "failed": failed}, 5.0)
         except (Refused, Unavailable):
             return  # its lease runs out
 
@@ -84,12 +90,15 @@ class Client:
         self, method: str, message: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
         """Repeats a call while the coordinator may be restarting."""
-        deadline = time.monotonic() + RETRY_SECONDS
+        began = heard = time.monotonic()
         while True:
             try:
                 return self._channel.call(method, message, seconds)
-            except Unavailable:
-                if self._closed.is_set() or time.monotonic() > deadline:
+            except Unavailable as error:
+                now = time.monotonic()
+                if isinstance(error, Busy) and now < began + BUSY_SECONDS:
+                    heard = now
+                if self._closed.is_set() or now > heard + RETRY_SECONDS:
                     raise
             self._closed.wait(PAUSE_SECONDS)
 

@@ -145,24 +145,24 @@ class Exchange:
         """
         opened = self._attached.open(spec)
         if opened["initialize"] and self._client.learner == 0:
-            arrays = self._parameters.of(initial())
-            pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
-            in_all(
-                self._group,
-                "initial parameters",
-                lambda: {"bytes": self._push(pieces, 0)},
-                lambda _: self._client.initialized(),
-            )
+            self._initialize(initial)
         joined = in_all(self._group, "join", dict, lambda _: self._client.join(facts))
         self._incarnation = int(joined["incarnation"])
         self.turn = self._awaited(self._thread.submit(self._wait_for_turn, 0))
         return self.turn
 
-    def leave(self, reason: str) -> None:
+    def _initialize(self, initial: Callable[[], Any]) -> None:
+        """Sends the parameters of version 0, again if the servers have lost them."""
+        arrays = self._parameters.of(initial())
+        pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
+        self._attached.initialize(lambda: self._push(pieces, 0))
+
+    def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Leaves the job, `failed` if the data of this round may be the reason."""
         self._is_leaving.set()
         self._thread.shutdown(cancel_futures=True)
         if self._group.is_first:
-            self._client.leave(reason)
+            self._client.leave(reason, failed=failed)
         self._attached.close()
         self._client.close()
 
@@ -173,7 +173,8 @@ class Exchange:
 
     def report(self, kind: str, row: Mapping[str, Any]) -> None:
         """Sends a row of metrics for the folder of the job; for the first process."""
-        self._client.report(kind, row)
+        with concurrent.futures.ThreadPoolExecutor(1, "report") as thread:
+            self._awaited(thread.submit(self._client.report, kind, row))
 
     # Rounds.
 

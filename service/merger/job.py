@@ -75,6 +75,7 @@ class MergedJob:
     def opened(self, answer: Mapping[str, Any]) -> None:
         """Takes note of what above has answered about the servers there."""
         self._upstream.use(answer)
+        self._versions.clear()
 
     def stage(
         self,
@@ -111,6 +112,15 @@ class MergedJob:
         with self._changed:
             self._had_children = True
             self._gathering.hear(learner, incarnation, self._clock())
+
+    def joined(self, learner: int, incarnation: int) -> None:
+        """Notes that a learner has joined.
+
+        If the service goes on from a checkpoint, everybody joins again: versions that
+        are here may be of a history that was abandoned.
+        """
+        self._versions.clear()
+        self.hear(learner, incarnation)
 
     def told(self, learner: int, incarnation: int, answer: Mapping[str, Any]) -> None:
         """Notes what a learner was told to do next."""

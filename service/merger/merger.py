@@ -19,7 +19,7 @@ from ..wire import codecs, tensors
 from ..wire.calls import Channel, Download, Message, Server, Upload
 from ..wire.coordinators import Caller, reach
 from ..wire.credentials import Tls
-from ..wire.errors import NoUpstream, Refused, Unavailable
+from ..wire.errors import Busy, NoUpstream, Refused, Unavailable
 from ..wire.messages import decode
 from ..wire.sums import check_counts_all
 from .job import MergedJob
@@ -120,7 +120,7 @@ class Merger:
     def join(self, message: Message) -> Message:
         answer = self._above("Join", message, CALL_SECONDS)
         job = self._job(message)
-        job.hear(message["learner"], answer["incarnation"])
+        job.joined(message["learner"], answer["incarnation"])
         # The servers are those of this merger, as OpenJob has told.
         return {**answer, **self._described()}
 
@@ -210,6 +210,8 @@ class Merger:
         """
         try:
             return call()
+        except Busy:
+            raise
         except Unavailable as error:
             raise NoUpstream(f"the merger {self.address} waits: {error}") from error
 

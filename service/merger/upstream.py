@@ -14,6 +14,7 @@ from ..blocks.layout import Layout
 from ..server.summing import Summed
 from ..wire.calls import Channel
 from ..wire.coordinators import Caller
+from ..wire.errors import Busy
 from ..wire.sums import Key
 
 CALL_SECONDS = 20.0
@@ -76,12 +77,15 @@ class Upstream:
     def contribute(
         self, tree: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], wait: float
     ) -> dict[str, Any]:
-        """Tells that a sum is there."""
+        """Tells that a sum is there; the answer may be to wait, that is, ask again."""
         with self._lock:
             place = self._place
         message = {"job": self._job, "tree": tree, "parts": list(parts)}
         message |= {"place": place, "seconds": wait}
-        return self._caller.call("ContributeSum", message, wait + CALL_SECONDS)
+        try:
+            return self._caller.call("ContributeSum", message, wait + CALL_SECONDS)
+        except Busy:
+            return {"state": "wait"}
 
     def pull(self, version: int, blocks: Sequence[int]) -> dict[int, Block]:
         """Returns blocks of a version."""

@@ -21,6 +21,7 @@ class Versions:
         self._fetching = threading.Lock()  # so that each block is pulled once
         self._lock = threading.Lock()
         self._blocks: dict[int, dict[int, Block]] = {}  # by version
+        self._clears = 0
 
     def read(
         self, version: int, boxes: Sequence[tuple[int, Box]]
@@ -38,9 +39,10 @@ class Versions:
         return found()
 
     def clear(self) -> None:
-        """Forgets everything; it can be pulled again."""
+        """Forgets everything, also what is being pulled; it can be pulled again."""
         with self._lock:
             self._blocks = {}
+            self._clears += 1
 
     def _place_of(self, leaf: int, box: Box) -> tuple[int, int]:
         """Returns the block and the slab that a box lies in."""
@@ -62,10 +64,12 @@ class Versions:
             with self._fetching:
                 with self._lock:
                     there = dict(self._blocks.get(version, {}))
+                    clears = self._clears
                 if missing := [block for block in wanted if block not in there]:
                     there |= self._upstream.pull(version, missing)
                     with self._lock:
-                        self._blocks[version] = there
+                        if clears == self._clears:
+                            self._blocks[version] = there
                         for old in sorted(self._blocks)[:-KEPT]:
                             del self._blocks[old]
         return there

@@ -109,7 +109,7 @@ class Engine:
         elif event.incarnation <= member.incarnation:
             return  # repeated, or delivered late
         else:
-            self._remove(member)
+            self._remove(member, failed=True)  # it did not say that it leaves
             member.incarnation, member.is_live = event.incarnation, True
             member.bases = {}
         state.num_live += 1
@@ -127,16 +127,16 @@ class Engine:
     def _leave(self, event: Left) -> None:
         member = self._state.members.get(event.learner)
         if member is not None and member.incarnation == event.incarnation:
-            self._remove(member)
+            self._remove(member, failed=event.failed)
 
-    def _remove(self, member: Member) -> None:
+    def _remove(self, member: Member, *, failed: bool) -> None:
         if not member.is_live:
             return
         member.is_live = False
         self._state.num_live -= 1
         if self._state.is_started and not self._state.is_done:
             self._rule.leave(member)
-            self._state.give_up(member, failed=True)
+            self._state.give_up(member, failed=failed)
 
     def _contribute(self, event: Contributed) -> None:
         state = self._state

@@ -29,12 +29,17 @@ class Joined(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Left(Record):
-    """A learner has left, or has not been heard of for too long."""
+    """A learner has left, or has not been heard of for too long.
+
+    Attributes:
+      failed: whether that may be the fault of the data that it computed on.
+    """
 
     time: float
     learner: int
     incarnation: int
     reason: str
+    failed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +160,7 @@ class Commit(Record):
 
 @dataclasses.dataclass(frozen=True)
 class SetAside(Record):
-    """Blocks of data are not leased again: too many learners were lost with them."""
+    """Blocks of data are not leased again: too many learners failed on them."""
 
     learner: int
     blocks: tuple[int, ...]

@@ -17,7 +17,7 @@ from .events import Contributed, Release
 
 Key = tuple[int, int, int]  # learner, incarnation, round
 Range = tuple[int, int]
-# A block is set aside when so many learners were lost while they computed on it.
+# A block is set aside when so many learners failed while they computed on it.
 MAX_FAILURES = 3
 
 
@@ -66,7 +66,8 @@ class Leases:
         """Makes what a learner holds todo; returns blocks that are set aside instead.
 
         Args:
-          failed: whether the learner was lost, perhaps because of its blocks.
+          failed: whether the learner ended in a way that may be the fault of its
+            blocks: it crashed, or was not heard of. One that was told to stop did not.
         """
         self._return(self._ahead.pop(learner, ()))
         held = self._held.pop(learner, ())

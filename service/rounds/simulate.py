@@ -126,7 +126,7 @@ class Simulation:
                 self._tick = None
             self._feed(Tick(self._time))
         elif kind == "left":
-            self._feed(Left(self._time, learner.index, incarnation, "failed"))
+            self._feed(Left(self._time, learner.index, incarnation, "crashed", True))
         elif incarnation != learner.incarnation or not learner.is_up:
             return  # it has failed meanwhile
         elif learner.is_done:

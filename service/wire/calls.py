@@ -17,7 +17,15 @@ import numpy as np
 from ..blocks.box import Box
 from . import changes, credentials, messages, tensors
 from .credentials import Tls
-from .errors import NotHere, NotLeader, NoUpstream, OldTerm, Refused, Unavailable
+from .errors import (
+    Busy,
+    NotHere,
+    NotLeader,
+    NoUpstream,
+    OldTerm,
+    Refused,
+    Unavailable,
+)
 from .messages import Message
 
 Handler = Callable[[Message], Message]
@@ -262,6 +270,8 @@ def _error_of(
         return NotHere(details)
     if code == grpc.StatusCode.ABORTED:
         return OldTerm(f"{address}: {details}")
+    if code == grpc.StatusCode.ALREADY_EXISTS:  # what was asked is in the queue
+        return Busy(f"{address}: {details}")
     if code == grpc.StatusCode.OUT_OF_RANGE:
         return NoUpstream(f"{address}: {details}")
     if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -345,6 +355,8 @@ def _answering(
         if error.leader is not None:
             context.set_trailing_metadata(((LEADER_KEY, error.leader),))
         status = grpc.StatusCode.FAILED_PRECONDITION, _one_line(error)
+    except Busy as error:
+        status = grpc.StatusCode.ALREADY_EXISTS, _one_line(error)
     except NoUpstream as error:
         status = grpc.StatusCode.OUT_OF_RANGE, _one_line(error)
     except OldTerm as error:

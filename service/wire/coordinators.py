@@ -6,7 +6,7 @@ from typing import Protocol
 
 from .calls import Channel
 from .credentials import Tls
-from .errors import NotLeader, NoUpstream, Refused, Unavailable
+from .errors import Busy, NotLeader, NoUpstream, Refused, Unavailable
 from .messages import Message
 
 
@@ -46,7 +46,7 @@ class Coordinators:
                 return channel.call(name, message, seconds)
             except Refused:
                 raise
-            except NoUpstream:
+            except (NoUpstream, Busy):
                 raise
             except NotLeader as found:
                 error = found

@@ -29,5 +29,10 @@ class NoUpstream(Unavailable):
     """A merger is there, but gets no answer from above: ask it again, not another."""
 
 
+class Busy(Unavailable):
+    """The coordinator is there, and a job of it is busy, with a checkpoint, say: ask it
+    again, for as long as it says so."""
+
+
 class OldTerm(Exception):
     """A server obeys a coordinator with a higher term: this one must stop."""

@@ -126,6 +126,23 @@ def test_commits_are_progress_of_the_service(tmp_path):
         assert fleet.starts()["coordinator"] == 4
 
 
+def test_commits_that_are_computed_again_are_progress_of_the_service(tmp_path):
+    """If it gets further than the time before: a checkpoint may be long ago."""
+    dies = [{"commits": [5, n], "end": "kill"} for n in (9, 7, 8, 6, 7)]
+    waits = {"step": 1, "until": ["final.json"], "end": 0}
+    plan = {"coordinator": [*dies, {"final": True}], "learner 0": [waits]}
+    with RunningFleet(tmp_path, plan, max_restarts=2) as fleet:
+        assert fleet.status() == 0
+        assert fleet.starts()["coordinator"] == 6
+
+
+def test_it_gives_up_on_a_service_that_always_dies_at_the_same_commit(tmp_path):
+    plan = {"coordinator": [{"commits": [1, 3], "end": "kill"}], **LEARNERS}
+    with RunningFleet(tmp_path, plan, max_restarts=2) as fleet:
+        assert fleet.status() == exit_codes.GAVE_UP
+        assert fleet.starts()["coordinator"] == 3
+
+
 def test_a_learner_that_gave_up_is_left_behind(tmp_path):
     plan = {
         "learner 0": [{"step": 1, "until": ["stderr.seen"], "end": 1}],

@@ -142,6 +142,14 @@ def test_the_last_report_of_the_dead_counts(tmp_path):
 # Restarts: how often, and when.
 
 
+def test_steps_that_are_repeated_because_of_others_are_progress(tmp_path):
+    """If they get further than the attempt before: the service may have fallen back."""
+    faults = {str(n): {0: [69, step]} for n, step in enumerate((8, 5, 6, 4, 5), 1)}
+    plan = {"steps": 9, "faults": faults, "forgetful": True}
+    with Job(tmp_path, plan, max_restarts=2) as job:
+        assert job.status() == 0
+
+
 def test_restarts_without_progress_are_limited_and_further_apart(tmp_path):
     plan = {"steps": 5, "faults": {"*": {1: ["kill", 3]}}}
     with Job(tmp_path, plan, max_restarts=4) as job:

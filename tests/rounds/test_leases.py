@@ -115,6 +115,21 @@ def test_a_block_that_fails_too_often_is_set_aside():
     assert consumed([commit]) == [0, 3]
 
 
+def test_a_block_is_not_set_aside_because_learners_were_told_to_stop():
+    """All blocks of a long round would be, after three preemptions within it."""
+    engine = start(make_policy("diloco", local_steps=4), 2)
+    blocks = leased(engine.handle(Joined(1.0, 1, 2)))[1]
+    for incarnation in range(2, MAX_FAILURES + 3):
+        left = engine.handle(Left(1.0, 1, incarnation, "Preempted"))
+        assert not of(left, SetAside)
+        assert leased(engine.handle(Joined(2.0, 1, incarnation + 1))) == {1: blocks}
+    for incarnation in range(MAX_FAILURES + 3, MAX_FAILURES + 5):
+        left = engine.handle(Left(3.0, 1, incarnation, "ValueError", failed=True))
+        engine.handle(Joined(4.0, 1, incarnation + 1))
+    # The first incarnation did not say that it leaves: that is the third failure.
+    assert of(left, SetAside) == [SetAside(1, tuple(blocks))]
+
+
 @pytest.mark.parametrize("mode", ["sync", "async", "local-sgd"])
 def test_restoring_a_checkpoint_puts_back_what_was_not_committed(mode):
     quorum = 2 if mode == "async" else 1.0

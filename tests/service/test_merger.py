@@ -1,5 +1,6 @@
 """A tree of mergers: what it computes, what it moves, and what its deaths cost."""
 
+import functools
 import json
 
 import numpy as np
@@ -8,11 +9,13 @@ import trees
 from trees import LAYOUT, SIZE
 
 from meshloom.service.blocks.digest import digest_of
+from meshloom.service.learner import client
+from meshloom.service.merger import gathering
 from meshloom.service.rounds.policy import Outer, make_policy
 from meshloom.service.server.store import BlockStore
 from meshloom.service.server.summing import stage_sums
 from meshloom.service.wire.calls import Channel
-from meshloom.service.wire.errors import Refused
+from meshloom.service.wire.errors import Refused, Unavailable
 from meshloom.service.wire.sums import contributions_of, staged_parts
 from meshloom.trainer.run.exchange_update import make_update
 
@@ -73,7 +76,8 @@ def check_replay(service) -> None:
     for row in service.commits():
         parts, sums = row["contributions"], row.get("sums", ())
         keys = [(p["learner"], p["incarnation"], p["round"]) for p in parts]
-        for key in keys:
+        for key, part in zip(keys, parts, strict=True):
+            check_read(store, part["base"], service.read[key])
             stage(store, key, service.sent[key])
         weights = dict(zip(keys, (p["coefficient"] for p in parts), strict=True))
         stage_sums(store.staging, LAYOUT, blocks, sums, weights)
@@ -82,6 +86,12 @@ def check_replay(service) -> None:
     lanes = store.digest_lanes(ROUNDS)
     found = {leaf.path: digest_of(leaf, lanes[leaf.path]) for leaf in LAYOUT.leaves}
     assert found == service.final()["digests"]
+
+
+def check_read(store, version: int, array) -> None:
+    for slab in (slab for block in LAYOUT.blocks for slab in block.slabs):
+        found = store.read(version, slab.leaf, slab.box)
+        assert (found == array[slab.box.slices()]).all(), (version, slab)
 
 
 def stage(store, key, array) -> None:
@@ -207,6 +217,36 @@ def test_a_coordinator_that_is_away_for_a_while_changes_nothing(tmp_path):
     parts = [part for row in service.commits() for part in row["contributions"]]
     assert {part["incarnation"] for part in parts} == {1}
     check_replay(service)
+
+
+def test_a_merger_has_no_versions_of_a_history_that_was_abandoned(
+    tmp_path, monkeypatch
+):
+    """Though it does not know that a learner below it has died with its host."""
+    monkeypatch.setattr(gathering, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.05)
+    policy, spec = MODES["local-sgd"]
+    with trees.service(tmp_path, policy, 2, num_rounds=ROUNDS, **spec) as service:
+        merger, incarnations = service.merger(), set()
+
+        def before_round(learner, round):
+            if round == ROUNDS and not service.losses and learner.index == 1:
+                merger.merger._find({"job": "run"}).hear(99, 1)  # it has died
+                service.lose_all()
+
+        def live(index):
+            while True:
+                learner = trees.Learner(service, index, merger.address)
+                try:
+                    return learner.run(functools.partial(before_round, learner))
+                except Unavailable as error:
+                    assert "join again" in str(error)
+                    incarnations.add((index, learner.exchange.who["incarnation"]))
+
+        trees.at_once([lambda: live(0), lambda: live(1)])
+        assert incarnations == {(0, 1), (1, 1)}
+        assert [row["step"] for row in service.commits()] == [1, 2, 3]
+        check_replay(service)
 
 
 def wait_until_two_have_sent(mergers) -> None:

@@ -4,6 +4,7 @@
 start, its second, ...; the last one is repeated. FOLDER is the run folder. An action:
 
 - step: is reported, as a learner's process does.  commit: a row of metrics.jsonl.
+- commits: metrics.jsonl has all up to each of these in turn, long enough to be seen.
 - final: writes final.json.  say: prints it.  child: starts a process of its own.
 - beats: touches FOLDER/beat so many times, and then stops (SIGSTOP).
 - until: waits for these files in FOLDER.
@@ -40,6 +41,12 @@ def main(folder: Path, name: str, actions: list[dict]) -> int:
     if "commit" in action:
         with open(folder / "metrics.jsonl", "a") as rows:
             rows.write(json.dumps({"step": action["commit"], "loss": 1.0}) + "\n")
+    for commit in action.get("commits", []):
+        rows = (json.dumps({"step": n}) + "\n" for n in range(1, commit + 1))
+        draft = folder / "metrics.new"
+        draft.write_text("".join(rows))
+        draft.replace(folder / "metrics.jsonl")
+        time.sleep(0.3)
     if action.get("final"):
         (folder / "final.json").write_text("{}")
     if "say" in action:

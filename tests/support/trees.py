@@ -74,9 +74,11 @@ class Service:
     Attributes:
       relays: between the servers and whoever sends to them.
       sent: what each learner has sent, by (learner, incarnation, round).
+      read: the parameters from which it has computed that.
     """
 
     def __init__(self, folder: Path, policy: Policy, num_learners: int, **spec):
+        self._save_every = spec.pop("save_every", 100)
         self.folder, self.policy, self.num_learners = folder, policy, num_learners
         self.spec = job_spec(
             policy,
@@ -84,6 +86,8 @@ class Service:
             **{"num_learners": num_learners, "version": VERSION, **spec},
         )
         self.sent: dict[tuple[int, int, int], np.ndarray] = {}
+        self.read: dict[tuple[int, int, int], np.ndarray] = {}
+        self.losses = 0
         self._stack = contextlib.ExitStack()
         servers = [ServerProcess(make_update=make_update) for _ in range(2)]
         for server in servers:
@@ -91,24 +95,44 @@ class Service:
         self.relays: list[Relay] = self._stack.enter_context(
             relays(*(server.address for server in servers))
         )
+        self._servers = dict(zip("ab", servers, strict=True))
+        self._start("127.0.0.1:0")
+        self._stack.callback(lambda: self._stop())
+        self.address = f"127.0.0.1:{self._calls.port}"
+
+    def _start(self, bind: str) -> None:
         center = Coordinator(
-            folder,
+            self.folder,
             num_servers=2,
             version=VERSION,
-            settings=Settings(lease_seconds=10_000),  # the servers here do not beat
+            # The servers here do not beat.
+            settings=Settings(lease_seconds=10_000, save_every=self._save_every),
             connect=lambda n, a: RemoteServer(n, a, Channel(a)),
             clock=time.monotonic,
             say=lambda *text, **fields: None,
         )
-        self._stack.callback(center.close)
-        self._center, self._calls = center, Server("127.0.0.1:0", center.methods, {})
-        self._stack.callback(lambda: self._calls.close())
-        self.address = f"127.0.0.1:{self._calls.port}"
-        for name, server, relay in zip("ab", servers, self.relays, strict=True):
+        self._center = center
+        for (name, server), relay in zip(
+            self._servers.items(), self.relays, strict=True
+        ):
             # What the coordinator asks for is not counted.
             center.register_server({"name": name, "address": relay.address})
             direct = RemoteServer(name, relay.address, Channel(server.address))
             center._servers[name].server = direct
+        self._calls = Server(bind, center.methods, {})
+
+    def _stop(self) -> None:
+        self._calls.close(0)
+        self._center.close()
+
+    def lose_all(self) -> None:
+        """Starts everything again, with servers that have nothing of the job."""
+        self.losses += 1
+        self._stop()
+        for server in self._servers.values():
+            with contextlib.closing(Channel(server.address)) as channel:
+                channel.call("Forget", {"job": "run", "term": self._center._log.term})
+        self._start(self.address)
 
     def merger(self, upstream: str | None = None) -> MergerProcess:
         clock = time.monotonic
@@ -188,7 +212,8 @@ class Learner:
     def _round(self, state: State) -> State:
         exchange, turn = self.exchange, self.exchange.turn
         now = np.asarray(state.params[0])
-        seed = self.index, turn.round
+        # What is computed twice differs, as with data that was leased anew.
+        seed = self.index, turn.round, exchange.who["incarnation"]
         noise = np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
         gradient = np.float32(0.1) * now + np.float32(0.01) * noise
         sums = {"weight": self.weight, "loss": float(np.square(now).mean())}
@@ -200,7 +225,7 @@ class Learner:
             new = now - gradient
             sent = now - new
             exchange.send_change({0: jnp.asarray(new)}, sums, {"steps": 1})
-        self.service.sent[who] = sent
+        self.service.sent[who], self.service.read[who] = sent, now
         return exchange.merge(state, exchange.finish())
 
 

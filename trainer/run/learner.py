@@ -15,6 +15,7 @@ from ...service.rounds.leases import as_ranges
 from ...service.wire.calls import Channel
 from ...service.wire.coordinators import reach
 from ..job.group import Group
+from ..job.preemption import Preempted
 from ..program import contract
 from ..program.state import State
 from ..program.step import WEIGHT, Gradients
@@ -24,6 +25,9 @@ from .exchange_job import credentials, job_spec, make_mover
 from .exchanged import Exchanged
 from .loop import StepFn
 from .prepare import Prepared
+
+# Errors that do not tell against the data on which a learner was.
+NOT_OF_DATA = (Preempted, KeyboardInterrupt, SystemExit, OSError)
 
 
 @dataclasses.dataclass
@@ -187,8 +191,11 @@ class Learner:
     def close(self) -> None:
         """Does nothing: the run leaves the training when it is over."""
 
-    def leave(self, reason: str) -> None:
-        self._exchange.leave(reason)
+    def leave(self, error: BaseException | None) -> None:
+        """Leaves the training: at its end, or because of an error."""
+        reason = "done" if error is None else type(error).__name__
+        failed = error is not None and not isinstance(error, NOT_OF_DATA)
+        self._exchange.leave(reason, failed=failed)
 
     def has_moved(self) -> bool:
         """Whether the run does not continue with the next step."""

@@ -228,10 +228,10 @@ def train(
             position = _begin(run, opened.record, origins or {}, config_text)
             state = _train(run, position, opened.record.hosts, observer)
         except BaseException as error:
-            _leave(run, type(error).__name__)
+            _leave(run, error)
             raise
         else:
-            _leave(run, "done")
+            _leave(run, None)
         finally:
             run.checkpoints.close()
         ledger.event("done", step=int(state.step))
@@ -287,9 +287,9 @@ def _learner(
     return learner
 
 
-def _leave(run: Run, reason: str) -> None:
+def _leave(run: Run, error: BaseException | None) -> None:
     if run.learner is not None:
-        run.learner.leave(reason)
+        run.learner.leave(error)
 
 
 def _executables(

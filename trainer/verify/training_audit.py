@@ -31,7 +31,7 @@ class TrainingAudit:
 
     Attributes:
       unfinished: blocks that were still leased, or todo, when the training ended.
-      set_aside: blocks with which too many learners were lost.
+      set_aside: blocks on which too many learners failed.
       unrecorded: committed, but their learner was killed before it wrote them down.
       computed: steps that learners have computed, committed or not.
       faults: inconsistencies; [] if there are none.
