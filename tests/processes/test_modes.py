@@ -14,7 +14,7 @@ from modes_slots import busy_share
 from paths import ROOT
 from tiny_runs import sets_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(400)]
 
 SECONDS = 180  # two fleets take about 30 on two quiet cores
 STEPS = 32
