@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?=
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 4
 MINUTES ?= 60
 BIN := $(VENV)/bin
 # Hides the warning of setuptools on every editable install, but no errors.
@@ -16,7 +16,7 @@ ALONE_VENV := build/alone-venv
 # version is the one that trainer/plan/fitted.py names.
 LIBTPU := build/libtpu-0.0.51
 
-.PHONY: install dev train test checks lint types tests tests-processes tests-others slow fuzz tpu-test wheel-test benchmarks clean
+.PHONY: install dev train test checks lint types tests debian slow fuzz tpu-test wheel-test benchmarks clean
 
 # One stamp per set of extras, so that `make train EXTRA=cuda12` installs again.
 INSTALLED := $(VENV)/.installed-base$(addprefix -,$(EXTRA))
@@ -41,12 +41,11 @@ $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 train: $(INSTALLED)
 	$(BIN)/meshloom train $(ARGS)
 
-test: checks tests
+# Checks mostly use one core, so they run beside the tests.
+test: $(DEV)
+	$(MAKE) --no-print-directory -j5 checks tests
 
-# What takes a minute and mostly one core, at the same time. The wheel is not built
-# beside the tests: it writes to folders that some of them read.
-checks: $(DEV)
-	$(MAKE) --no-print-directory -j4 lint types tpu-test wheel-test
+checks: lint types tpu-test wheel-test
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -55,23 +54,18 @@ lint: $(DEV)
 types: $(DEV)
 	$(BIN)/pyright
 
+# Two workers a core: tests that start processes mostly wait (see tests/conftest.py).
+tests: $(DEV) debian
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
 # What the tests need besides Python: a browser, Slurm, both MPIs, ssh, and iproute2
 # to simulate two hosts.
 DEBIAN := chromium slurmctld slurmd slurm-client munge openmpi-bin mpich \
   openssh-server openssh-client iproute2
 MISSING = $(filter-out $(shell dpkg-query -W -f='$${db:Status-Status}:$${Package}\n' \
   $(DEBIAN) 2>/dev/null | sed -n 's/^installed://p'),$(DEBIAN))
-# Tests that start processes mostly wait, so they run beside the others, but one at a
-# time: some of them use what a machine has once.
-tests: $(DEV)
+debian:
 	@test -z "$(MISSING)" || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MISSING))
-	$(MAKE) --no-print-directory -j2 tests-processes tests-others
-
-tests-processes: $(DEV)
-	$(BIN)/python -m pytest -q -p no:cacheprovider -m 'processes and not slow' $(ARGS)
-
-tests-others: $(DEV)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'not slow and not processes' $(ARGS)
 
 # The long forms of tests.
 slow: $(DEV)
@@ -94,10 +88,12 @@ fuzz: $(DEV)
 	$(BIN)/python tests/fuzz --minutes $(MINUTES) $(ARGS)
 
 # Tests the wheel in a fresh environment, from another folder; then the sharding library
-# in one without the dependencies of the trainer.
+# in one without the dependencies of the trainer. It is built from a copy of what git
+# knows or would add: setuptools writes beside the source, which tests read meanwhile.
 wheel-test: $(DEV)
-	rm -rf build/lib build/wheel && mkdir -p build/wheel
-	$(BIN)/python -m build --wheel --outdir build/wheel . > build/wheel.log || (cat build/wheel.log; exit 1)
+	rm -rf build/wheel build/wheel-source && mkdir -p build/wheel build/wheel-source
+	git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- | tar --extract --directory=build/wheel-source
+	$(BIN)/python -m build --wheel --outdir build/wheel build/wheel-source > build/wheel.log || (cat build/wheel.log; exit 1)
 	test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt --force-reinstall --no-deps build/wheel/*.whl
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt build/wheel/*.whl

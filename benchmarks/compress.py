@@ -33,7 +33,7 @@ from modes import Store
 from modes_cases import SIZES, Case, Size
 from modes_fleet import Failed, Trained, trained
 from modes_results import Judge, Result, measure
-from modes_slots import core_seconds
+from modes_slots import busy_share, core_ticks
 
 from meshloom.service.blocks.layout import Layout
 from meshloom.service.rounds.policy import Policy, make_policy
@@ -129,17 +129,16 @@ def train_all(
     judge = Judge(cases[0], rows)
     initial = judge.initial_loss()
     for number, case in enumerate(left, start=1):
-        start, (work, cores) = time.monotonic(), core_seconds()
+        start, before = time.monotonic(), core_ticks()
         try:
             with trained(case, folder) as found:
-                after = core_seconds()
+                busy = busy_share(before, core_ticks())
                 bytes_of = moved(case, found)
                 result = measure(case, found, judge)
         except Failed as error:
             failed.append(f"{case.name}: {error}")
             print(failed[-1], flush=True)
             continue
-        busy = (after[0] - work) / (after[1] - cores)
         facts = {"bytes": bytes_of, "busy": busy, "load": os.getloadavg()[0]}
         store.add(case, result, initial_loss=initial, eval_rows=rows, **facts)
         print(

@@ -17,9 +17,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 from modes_cases import Case
-from modes_slots import Slots, core_seconds
+from modes_slots import Slots, busy_share, core_ticks
 
 from meshloom.launch.target import GUARD
 from meshloom.trainer.record import metrics
@@ -169,7 +168,7 @@ class Watch:
     def __init__(self, run: Path, case: Case):
         self._run, self._case = run, case
         self.slots = Slots(case.share, case.factors) if case.share else None
-        self._before = 0.0, 0.0
+        self._before = core_ticks()
         self.allowed: dict[int, float] = {}
         self.busy = 0.0
 
@@ -191,10 +190,9 @@ class Watch:
             self.slots.end()
         elif self.slots.began is not None:
             self.allowed = dict(self.slots.seconds)
-            work, cores = np.subtract(core_seconds(), self._before)
-            self.busy = float(work / cores)
+            self.busy = busy_share(self._before, core_ticks())
         elif len(compiled(self._run, self._case.learners)) == self._case.learners:
-            self._before = core_seconds()
+            self._before = core_ticks()
             self.slots.begin({i: self._pid(i) for i in range(self._case.learners)})
 
     def _pid(self, learner: int) -> int:

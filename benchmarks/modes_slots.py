@@ -86,14 +86,19 @@ class Slots:
             signal.pidfd_send_signal(self._fds[number], which)
 
 
-def core_seconds() -> tuple[float, float]:
-    """Returns the seconds since boot in which cores had work, and all there were.
+def core_ticks() -> tuple[int, ...]:
+    """Returns the clock ticks since boot of all cores together, by what they did."""
+    line = Path("/proc/stat").read_text().splitlines()[0]
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    return tuple(int(word) for word in line.split()[1:9])
+
+
+def busy_share(before: tuple[int, ...], after: tuple[int, ...]) -> float:
+    """Returns the share of the cores that had work between two calls of core_ticks.
 
     What a hypervisor took away counts as work.
     """
-    line = Path("/proc/stat").read_text().splitlines()[0]
-    # user, nice, system, idle, iowait, irq, softirq, steal
-    ticks = [int(word) for word in line.split()[1:9]]
-    all_ticks, idle = sum(ticks), ticks[3] + ticks[4]
-    second = os.sysconf("SC_CLK_TCK")
-    return (all_ticks - idle) / second, all_ticks / second
+    # The kernel may take back some iowait (man 5 proc).
+    ticks = [max(0, b - a) for a, b in zip(before, after, strict=True)]
+    _, _, _, idle, iowait, *_ = ticks
+    return (sum(ticks) - idle - iowait) / max(1, sum(ticks))

@@ -56,9 +56,36 @@ def toy(tmp_path, monkeypatch):
     return toy
 
 
+# With one of these marks, tests run one at a time: more processes that start at once
+# would keep each other from renewing leases in time.
+ALONE = ("fleets", "processes")
+# Groups that take a minute and more. They come first, so that no worker is left with
+# one of them at the end.
+LONGEST = (
+    *ALONE,
+    "docs/recovery.md",
+    "tests/fuzz/test_fuzz.py",
+    "tests/pipeline/test_pipeline_training.py",
+    "tests/record/test_storage.py",
+    "tests/pipeline/test_pipeline.py",
+    "tests/checkpoint/test_broken_saves.py",
+    "tests/models/test_vision_parity.py",
+    "tests/program/test_build.py",
+    "tests/service/test_replicas.py",
+    "tests/tune/test_tuning.py",
+)
+
+
 def pytest_collection_modifyitems(items):
     """Keeps each file on one worker, for its fixtures, unless it is dealt in groups."""
+    groups = {}
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            name = str(item.path.relative_to(item.config.rootpath))
-            item.add_marker(pytest.mark.xdist_group(name))
+        alone = [name for name in ALONE if item.get_closest_marker(name)]
+        if found := item.get_closest_marker("xdist_group"):
+            (groups[item],) = found.args
+        else:
+            file = item.path.relative_to(item.config.rootpath).as_posix()
+            groups[item] = alone[0] if alone else file
+            item.add_marker(pytest.mark.xdist_group(groups[item]))
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(groups[item], len(order)))

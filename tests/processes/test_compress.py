@@ -8,7 +8,7 @@ import pytest
 from paths import ROOT
 from tiny_runs import sets_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fleets, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FLAGS = ["--config", "drill", "--kinds", "dense", "local-int8", "--seeds", "1"]
 FLAGS += ["--steps", "100", *sets_of("model.num_layers=1", "model.unroll=1")]

@@ -23,7 +23,7 @@ from meshloom.service.wire.errors import Unavailable
 from meshloom.trainer.program.digest import tree_digests
 from meshloom.trainer.verify.etcd_cluster import etcd_cluster
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.fleets
 
 NUM_ROUNDS = 8
 LEASE = 3  # seconds

@@ -17,7 +17,7 @@ from tiny_runs import COMMAND, command, main, sets_of
 from meshloom.service.blocks.layout import Layout
 from meshloom.trainer.record import metrics
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(500)]
 
 
 def run(*argv: str) -> str:

@@ -18,7 +18,7 @@ from meshloom.launch.fleet_status import last_commit
 from meshloom.trainer.cli import main
 from meshloom.trainer.record import metrics
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(400)]
 
 NUM_STEPS = 100
 SERVICE = ("coordinator", "server 0", "server 1")

@@ -38,7 +38,7 @@ QUICK = [*SMALL, "--set", "exchange.wait=0.5"]
 DRILL = ["drill", "--learners", "2", "--servers", "2", "--limit-seconds", "240"]
 
 
-@pytest.mark.processes
+@pytest.mark.fleets
 @pytest.mark.timeout(500)
 def test_a_short_drill(tmp_path):
     """A learner that has pushed a part, a coordinator before a commit, and a server.
@@ -70,7 +70,7 @@ def test_a_short_drill(tmp_path):
     assert not list(tmp_path.glob("drill/*.traps"))
 
 
-@pytest.mark.processes
+@pytest.mark.fleets
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_faults(tmp_path):
@@ -81,7 +81,7 @@ def test_all_faults(tmp_path):
     assert [r["fault"] for r in results] == list(fleet_faults.FAULTS)
 
 
-@pytest.mark.processes
+@pytest.mark.fleets
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_short_soak(tmp_path):
@@ -360,7 +360,7 @@ def test_what_cannot_be_injected_here_is_refused_or_left_out(
     assert "full-disk: skipped: cannot mount" in capfd.readouterr().out
 
 
-@pytest.mark.processes
+@pytest.mark.fleets
 def test_two_hosts_reach_each_other_until_the_network_is_cut(tmp_path):
     def reach() -> int:
         ping = [sys.executable, "-c", CONNECT, cut_network.ADDRESSES[0]]

@@ -9,7 +9,7 @@ from real_fleets import SMALL, check_replay, real_fleet
 from meshloom.trainer.cli import main
 from meshloom.trainer.verify.etcd_cluster import etcd_cluster
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.fleets, pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 def test_the_other_coordinator_leads_and_everything_is_proved(tmp_path, capfd):

@@ -17,7 +17,7 @@ from meshloom.service.coordinator.settings import Settings
 from meshloom.service.rounds.leases import from_ranges
 from meshloom.trainer.record import metrics
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(500)]
 SECONDS = 300  # most of it is waiting
 NUM_STEPS = 100  # of each learner, in rounds that take half a second
 TRAIN = ["train", "--config", "drill", "--steps", str(NUM_STEPS)]

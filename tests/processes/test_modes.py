@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from launched import default_signals, ending, wait_until
+from modes_slots import busy_share
 from paths import ROOT
 from tiny_runs import sets_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(400)]
 
 SECONDS = 180  # two fleets take about 30 on two quiet cores
 STEPS = 32
@@ -92,3 +93,12 @@ def test_killed_it_leaves_nobody_behind(tmp_path):
     while left := processes_of(tmp_path):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_cores_that_always_had_work_were_busy_all_the_time():
+    """Exactly, and not a rounding error more; also if the kernel corrects iowait."""
+    before = (11_017, 3, 2_203, 47_011, 108, 0, 17, 0)
+    after = (13_119, 3, 2_310, 47_011, 107, 0, 19, 1)
+    assert busy_share(before, after) == 1
+    assert busy_share(before, (*after[:3], 47_011 + 2_212, 108, *after[5:])) == 0.5
+    assert busy_share(before, before) == 0

@@ -14,7 +14,7 @@ from services import LIMIT, NUM_ROUNDS, Learner, Service, expected, play_to_the_
 from meshloom.service.coordinator.settings import Settings
 from meshloom.service.wire.errors import Unavailable
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.fleets
 LEASE = Settings().lease_seconds
 
 

@@ -13,7 +13,7 @@ from services import Service, wait
 EXAMPLE = str(ROOT / "examples" / "recommender.py")
 SIZES = ["--users", "60", "--items", "40", "--width", "4", "--batch", "256"]
 LIMIT = 400
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(4 * LIMIT)]
+pytestmark = [pytest.mark.fleets, pytest.mark.slow, pytest.mark.timeout(4 * LIMIT)]
 
 
 def learner(service: Service) -> subprocess.Popen:

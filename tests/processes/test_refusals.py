@@ -15,7 +15,7 @@ from tiny_runs import COMMAND, command, refused
 
 from meshloom.service.wire.calls import Channel
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(400)]
 SECONDS = 240
 DRILL = ["train", "--config", "drill", "--steps", "4"]
 

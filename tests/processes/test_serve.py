@@ -28,7 +28,7 @@ from meshloom.service.wire.errors import Refused, Unavailable
 from meshloom.trainer.cli import main
 from meshloom.trainer.program.digest import tree_digests
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.fleets
 
 
 @pytest.fixture

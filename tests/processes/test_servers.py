@@ -9,7 +9,7 @@ import pytest
 import servers
 from paths import ROOT
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(400)]
 
 
 def test_servers_come_and_go_under_load(tmp_path):

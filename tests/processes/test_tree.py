@@ -15,7 +15,7 @@ from tiny_runs import main, sets_of
 from meshloom.trainer.record import metrics
 
 LIMIT = 500
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * LIMIT)]
+pytestmark = [pytest.mark.fleets, pytest.mark.timeout(3 * LIMIT)]
 
 
 class Tree(Parts):
