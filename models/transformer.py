@@ -16,6 +16,7 @@ from ..sharding import Sharder
 from . import nnx_pure
 from .attention import Implementation
 from .cross_entropy import cross_entropy
+from .head import STREAM, Head
 from .layers import RESIDUAL, Block, Norm, weight
 from .lookup import lookup
 from .nnx_pure import Params
@@ -59,6 +60,9 @@ class Config:
         it. Padded entries have no probability.
       logit_softcap: squeeze logits into (-cap, cap) with a tanh.
       z_loss: weight of log(Z)^2, which keeps logits from drifting.
+      head_block: tokens of a device whose logits exist at once in a step; the loss of
+        more is computed in blocks. 0 is for all of them. None is chosen by the trainer
+        for the memory of the devices, and elsewhere means 0.
       unroll: layers per iteration of the loop over layers, outside of pipelines. With
         unroll=num_layers there is no loop, and compilation takes longer.
     """
@@ -81,6 +85,7 @@ class Config:
     pad_vocab_to: int = 1
     logit_softcap: float | None = None
     z_loss: float = 0.0
+    head_block: int | None = None
     remat: Remat = "save-named"
     unroll: int = 1
     attention: Implementation = "auto"
@@ -108,6 +113,11 @@ class Config:
         for name in SIZES:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if (self.head_block or 0) < 0:
+            raise ValueError(
+                f"head_block must be >= 0, got {self.head_block}; 0 computes the "
+                "logits of all tokens at once"
+            )
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads "
@@ -308,34 +318,26 @@ class Transformer(nnx.Module):
 
     def head_logits(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
         """Returns logits, with the vocabulary sharded by the rules and padding -1e9."""
+        head, x_BLD, w = self.head_inputs(x_BLD, shard)
+        return head.finish(head.products(x_BLD, w))
+
+    def head_inputs(
+        self, x_BLD: jax.Array, shard: Sharder
+    ) -> tuple[Head, jax.Array, jax.Array]:
         c = self.config
-        x_BLD = shard(self.final_norm(x_BLD, shard), ("batch", "length", "embed"))
-        if c.tied_head:
-            w = shard.weight(self.embedding[...], ("vocab", "embed"), c.compute_dtype)
-            logits = jnp.einsum("BLD,VD->BLV", x_BLD, w)
-        else:
-            w = shard.weight(self.head[...], ("embed", "vocab"), c.compute_dtype)
-            logits = jnp.einsum("BLD,DV->BLV", x_BLD, w)
-        logits = shard(logits, ("batch", "length", "vocab")).astype(jnp.float32)
-        if c.logit_softcap is not None:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        if c.padded_vocab != c.vocab_size:
-            index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-            logits = jnp.where(index < c.vocab_size, logits, -1e9)
-        return logits
+        head = Head(c, shard)
+        x_BLD = shard(self.final_norm(x_BLD, shard), STREAM)
+        table = self.embedding if c.tied_head else self.head
+        return head, x_BLD, shard.weight(table[...], head.axes, c.compute_dtype)
 
     def loss(self, batch: dict[str, jax.Array], shard: Sharder):
         return self.head_loss(self.hidden(batch, shard), batch, shard)
 
     def head_loss(self, x_BLD, batch: dict[str, jax.Array], shard: Sharder):
-        logits_BLV = self.head_logits(x_BLD, shard)
-        nll_BL, z_BL = cross_entropy(
-            logits_BLV, batch["targets"], z_loss=self.config.z_loss
-        )
-        weights_BL = batch["weights"].astype(jnp.float32)
-        nll, z = jnp.sum(nll_BL * weights_BL), jnp.sum(z_BL * weights_BL)
-        metrics = {"penalty": z} if self.config.z_loss else {}
-        return nll + z, jnp.sum(weights_BL), metrics
+        head, x_BLD, w = self.head_inputs(x_BLD, shard)
+        loss, z = head.sums(x_BLD, w, batch)
+        weight = jnp.sum(batch["weights"].astype(jnp.float32))
+        return loss, weight, {"penalty": z} if self.config.z_loss else {}
 
 
 def with_positions(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
