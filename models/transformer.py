@@ -15,6 +15,7 @@ from flax import nnx
 from ..sharding import Sharder
 from . import nnx_pure
 from .attention import Implementation
+from .context import ContextAttention, arrange, notes
 from .cross_entropy import cross_entropy
 from .layers import RESIDUAL, Block, Norm, weight
 from .lookup import lookup
@@ -31,6 +32,7 @@ CHOICES = {
     "mlp": get_args(Activation),
     "remat": get_args(Remat),
     "attention": get_args(Implementation),
+    "context_attention": get_args(ContextAttention),
     "param_dtype": get_args(DType),
     "compute_dtype": get_args(DType),
 }
@@ -59,6 +61,8 @@ class Config:
         it. Padded entries have no probability.
       logit_softcap: squeeze logits into (-cap, cap) with a tanh.
       z_loss: weight of log(Z)^2, which keeps logits from drifting.
+      context_attention: how devices exchange keys where positions are sharded; see
+        context.py. "auto" says what it chose.
       unroll: layers per iteration of the loop over layers, outside of pipelines. With
         unroll=num_layers there is no loop, and compilation takes longer.
     """
@@ -84,6 +88,7 @@ class Config:
     remat: Remat = "save-named"
     unroll: int = 1
     attention: Implementation = "auto"
+    context_attention: ContextAttention = "auto"
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
 
@@ -172,6 +177,7 @@ class Config:
         self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns the loss sum, its weight, and other sums, over a batch's tokens."""
+        batch = arrange(self, with_positions(batch), shard)
         return nnx_pure.bind(self.make, params).loss(batch, shard)
 
     def predict(
@@ -179,6 +185,7 @@ class Config:
     ) -> dict[str, jax.Array]:
         """Returns each row's mean loss, and its share of tokens predicted right."""
         model = nnx_pure.bind(self.make, params)
+        batch = arrange(self, with_positions(batch), shard)
         logits_BLV = model.head_logits(model.hidden(batch, shard), shard)
         targets_BL = batch["targets"]
         nll_BL, _ = cross_entropy(logits_BLV, targets_BL, z_loss=0.0)
@@ -206,7 +213,14 @@ class Config:
 
     def logits(self, params: Params, tokens_BL: jax.Array, shard: Sharder) -> jax.Array:
         model = nnx_pure.bind(self.make, params)
+        # In their own order, so not sharded by position.
+        rules = shard.rules.without("length", "residual_length")
+        shard = dataclasses.replace(shard, rules=rules)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
+
+    def notes(self, batch: dict[str, Any], shard: Sharder) -> list[str]:
+        """Returns lines about what the model chooses on this mesh."""
+        return notes(self, batch["inputs"].shape[1], shard)
 
     def generate(
         self, params: Params, prompt_BP: jax.Array, num_tokens: int, **options
