@@ -7,7 +7,8 @@ Shape letters: B batch, L query length, S key length, H heads, G key-value heads
 """
 
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ..sharding import Sharder
+
+if TYPE_CHECKING:
+    from .context import Form
 
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
 # Splash attention needs lengths that are multiples of this.
@@ -34,30 +38,48 @@ def attend(
     segments_BL: jax.Array | None = None,
     causal: bool = True,
     implementation: Implementation = "auto",
+    form: "Form | None" = None,
 ) -> jax.Array:
-    """Computes attention; with segments, only within each segment."""
+    """Computes attention; with segments, only within each segment.
+
+    Args:
+      form: how devices exchange keys, where positions are sharded (context.py).
+    """
     _, L, _, K = q_BLHK.shape
     chosen = choose(implementation, shard.platform, q_BLHK.dtype.itemsize, L, K)
     arrays = [q_BLHK, k_BSGK, v_BSGK]
     if segments_BL is not None:
         arrays.append(segments_BL)
-    if chosen == "xla":
+    if chosen == "xla" and form is None:
         out_BLHK = _dot_product(*arrays, causal=causal)
         return checkpoint_name(out_BLHK, "attended")
     queries, keys = (
         shard.spec(x.shape, ("batch", "length", heads, "head_dim"))
         for x, heads in ((q_BLHK, "heads"), (k_BSGK, "kv_heads"))
     )
-    _check_sharding(chosen, q_BLHK.shape, k_BSGK.shape, queries, keys)
+    _check_sharding(chosen, q_BLHK.shape, k_BSGK.shape, queries, keys, form)
     specs = (queries, keys, keys, P(*queries[:2]))[: len(arrays)]
-    if chosen == "cudnn":
-        run = functools.partial(_dot_product, causal=causal, implementation=chosen)
+    run = _on_one_device(chosen, shard.platform, causal)
+    if form is None:
         out_BLHK = shard.local(run, specs, queries)(*arrays)
-        return checkpoint_name(out_BLHK, "attended")
+    else:
+        from .context import attend_sharded
+
+        out_BLHK = attend_sharded(form, arrays, specs, shard, causal=causal, whole=run)
+    # Splash attention and rings name what their backward passes need themselves.
+    is_named = chosen == "splash" or (form is not None and form.name != "ulysses")
+    return out_BLHK if is_named else checkpoint_name(out_BLHK, "attended")
+
+
+def _on_one_device(
+    chosen: Literal["xla", "cudnn", "splash"], platform: str, causal: bool
+) -> Callable[..., jax.Array]:
+    """Returns attention for a device's own heads and all positions."""
+    if chosen != "splash":
+        return functools.partial(_dot_product, causal=causal, implementation=chosen)
     from .splash import splash
 
-    run = functools.partial(splash, causal=causal, interpret=shard.platform != "tpu")
-    return shard.local(run, specs, queries)(*arrays)
+    return functools.partial(splash, causal=causal, interpret=platform != "tpu")
 
 
 def _dot_product(
@@ -82,10 +104,19 @@ def _dot_product(
     )
 
 
-def _check_sharding(chosen: str, q_shape, k_shape, queries: P, keys: P) -> None:
+def _check_sharding(
+    chosen: str, q_shape, k_shape, queries: P, keys: P, form: "Form | None"
+) -> None:
     """Raises ValueError unless each device has full sequences and matching heads."""
     _, length, heads, _ = (*queries, None, None, None, None)[:4]
-    if length is not None or heads != (*keys, None, None, None)[2]:
+    is_matched = heads == (*keys, None, None, None)[2]
+    if form is not None and not is_matched:
+        raise ValueError(
+            f'context attention "{form.name}": queries {list(q_shape)} are sharded as '
+            f"{queries} and keys {list(k_shape)} as {keys}; expected heads and "
+            "key-value heads sharded over the same axes. Change the plan."
+        )
+    if form is None and (length is not None or not is_matched):
         raise ValueError(
             f'attention "{chosen}": queries {list(q_shape)} are sharded as {queries} '
             f"and keys {list(k_shape)} as {keys}; expected an unsharded length, and "

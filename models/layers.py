@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..sharding import Sharder
 from .attention import attend, attend_cached, rotate
+from .context import choose
 from .linear import linear
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Attention(nnx.Module):
             segments_BL=segments_BL,
             causal=self.config.causal,
             implementation=self.config.attention,
+            form=choose(self.config, x_BLD.shape[1], shard),
         )
         out = shard(out, ("batch", "length", "heads", "head_dim"))
         return linear(out, self, "out", 2, shard)

@@ -15,6 +15,7 @@ from flax import nnx
 from ..sharding import Sharder
 from . import nnx_pure
 from .attention import Implementation
+from .context import ContextAttention, arrange, notes
 from .cross_entropy import cross_entropy
 from .head import STREAM, Head
 from .layers import RESIDUAL, Block, Norm, weight
@@ -32,6 +33,7 @@ CHOICES = {
     "mlp": get_args(Activation),
     "remat": get_args(Remat),
     "attention": get_args(Implementation),
+    "context_attention": get_args(ContextAttention),
     "param_dtype": get_args(DType),
     "compute_dtype": get_args(DType),
 }
@@ -63,6 +65,8 @@ class Config:
       head_block: tokens of a device whose logits exist at once in a step; the loss of
         more is computed in blocks. 0 is for all of them. None is chosen by the trainer
         for the memory of the devices, and elsewhere means 0.
+      context_attention: how devices exchange keys where positions are sharded; see
+        context.py. "auto" says what it chose.
       unroll: layers per iteration of the loop over layers, outside of pipelines. With
         unroll=num_layers there is no loop, and compilation takes longer.
     """
@@ -89,6 +93,7 @@ class Config:
     remat: Remat = "save-named"
     unroll: int = 1
     attention: Implementation = "auto"
+    context_attention: ContextAttention = "auto"
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
 
@@ -182,6 +187,7 @@ class Config:
         self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns the loss sum, its weight, and other sums, over a batch's tokens."""
+        batch = arrange(self, with_positions(batch), shard)
         return nnx_pure.bind(self.make, params).loss(batch, shard)
 
     def predict(
@@ -189,6 +195,7 @@ class Config:
     ) -> dict[str, jax.Array]:
         """Returns each row's mean loss, and its share of tokens predicted right."""
         model = nnx_pure.bind(self.make, params)
+        batch = arrange(self, with_positions(batch), shard)
         logits_BLV = model.head_logits(model.hidden(batch, shard), shard)
         targets_BL = batch["targets"]
         nll_BL, _ = cross_entropy(logits_BLV, targets_BL, z_loss=0.0)
@@ -216,7 +223,14 @@ class Config:
 
     def logits(self, params: Params, tokens_BL: jax.Array, shard: Sharder) -> jax.Array:
         model = nnx_pure.bind(self.make, params)
+        # In their own order, so not sharded by position.
+        rules = shard.rules.without("length", "residual_length")
+        shard = dataclasses.replace(shard, rules=rules)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
+
+    def notes(self, batch: dict[str, Any], shard: Sharder) -> list[str]:
+        """Returns lines about what the model chooses on this mesh."""
+        return notes(self, batch["inputs"].shape[1], shard)
 
     def generate(
         self, params: Params, prompt_BP: jax.Array, num_tokens: int, **options

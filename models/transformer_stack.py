@@ -7,6 +7,7 @@ import jax
 
 from ..sharding import Sharder
 from . import nnx_pure
+from .context import arrange
 from .layers import RESIDUAL
 from .nnx_pure import Params
 from .remat import rematerialize
@@ -36,8 +37,8 @@ class TransformerStack:
     def dtype(self) -> str:
         return self.config.compute_dtype
 
-    def complete(self, batch: Batch) -> Batch:
-        return with_positions(batch)
+    def complete(self, batch: Batch, shard: Sharder) -> Batch:
+        return arrange(self.config, with_positions(batch), shard)
 
     def embed(self, outside: Params, batch: Batch, shard: Sharder) -> jax.Array:
         model = nnx_pure.bind(self.config.make, outside)

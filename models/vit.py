@@ -255,7 +255,8 @@ class VisionStack:
     def dtype(self) -> str:
         return self.config.compute_dtype
 
-    def complete(self, batch: Batch) -> Batch:
+    def complete(self, batch: Batch, shard: Sharder) -> Batch:
+        del shard
         return batch
 
     def embed(self, outside: Params, batch: Batch, shard: Sharder) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Runs functions on each device's local shards, for kernels.
+"""Runs functions on each device's local shards, for kernels and rings.
 
 The compiler cannot shard a kernel, so the kernel is wrapped in a shard_map over every
 mesh axis that is not manual yet. Kernels do not support the varying-axes types of an
@@ -19,8 +19,9 @@ Function = Callable[..., jax.Array]
 def local(
     f: Function, mesh: Mesh | AbstractMesh, in_specs: Sequence[P], out_specs: P
 ) -> Function:
-    """Returns f applied to each device's local shards. f must not communicate.
+    """Returns f applied to each device's local shards.
 
+    f may communicate only over mesh axes that shard its arguments and its result.
     Arguments that are not floating point get no gradient.
     """
     names = set(mesh.axis_names) - set(mesh.manual_axes)

@@ -7,8 +7,8 @@ weights. Later plans shard more. The standard logical axes (a model may add its 
 
   batch            examples
   lookup_batch     examples in an embedding lookup and its gradient
-  length           positions inside attention and MLP, where heads or hidden units are
-                   sharded
+  length           positions of a batch, and inside attention and MLP, where heads or
+                   hidden units are sharded
   residual_length  positions of the residual stream, between attention and MLP
   layer            the stack of equal blocks
   embed            the width of the residual stream, one side of every weight matrix
@@ -35,8 +35,8 @@ STANDARD_NAMES: tuple[str, ...] = (
     "position",
 )
 BATCH_AXES = ("replica", "data", "fsdp", "expert")
-# "auto" means STANDARD, which uses every mesh axis in the usual way. A trainer that
-# knows the devices may add to it.
+# "auto" means STANDARD, with `context` where the mesh has such an axis: it uses every
+# mesh axis in the usual way. A trainer that knows the devices may add to it.
 AUTO, STANDARD = "auto", "data+fsdp+tensor+pipeline"
 WITH_SEQUENCE = "data+fsdp+tensor+sequence+pipeline"
 
@@ -95,8 +95,21 @@ def sequence() -> Rules:
     """Shards the positions of the residual stream over the tensor axis.
 
     This is sequence parallelism: tensor() alone would replicate the residual stream.
+    Positions that context() has sharded are sharded further.
     """
-    return Rules.of({"residual_length": "tensor"}, plan="sequence")
+    return Rules.of({"residual_length": ("context", "tensor")}, plan="sequence")
+
+
+def context() -> Rules:
+    """Shards the positions of batch and activations over the context axis.
+
+    Everything but attention treats each position independently. Attention exchanges
+    queries, keys and values between the devices of the axis.
+    """
+    rules = Rules.of({"length": "context"}, plan="context")
+    return rules + Rules.of(
+        {"residual_length": "context"}, role="compute", plan="context", also=True
+    )
 
 
 def pipe() -> Rules:
@@ -116,19 +129,25 @@ PLANS: dict[str, Callable[[], Rules]] = {
     "zero1": lambda: fsdp(stage=1),
     "tensor": tensor,
     "tensor2d": tensor2d,
+    "context": context,
     "sequence": sequence,
     "pipeline": pipe,
 }
+
+
+def with_context(plan: str) -> str:
+    """Returns STANDARD or WITH_SEQUENCE with the plan `context` added."""
+    return plan.replace("+tensor", "+tensor+context")
 
 
 @functools.lru_cache(maxsize=64)
 def parse_plan(text: str) -> Rules:
     """Returns the rules of a plan string such as "data+fsdp+tensor".
 
-    "auto" means STANDARD.
+    "auto" means STANDARD with context.
     """
     rules = Rules()
-    names = STANDARD if text == AUTO else text
+    names = with_context(STANDARD) if text == AUTO else text
     for name in (part.strip() for part in names.split("+")):
         if name not in PLANS:
             raise ValueError(

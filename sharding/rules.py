@@ -135,8 +135,10 @@ class Rules:
         base = self.find(row.name, row.role)
         if base is None:
             return row
-        more = row.candidates[0]
-        candidates = [c for b in base.candidates for c in ((*b, *more), b)]
+        candidates = []
+        for given in base.candidates:
+            more = tuple(axis for axis in row.candidates[0] if axis not in given)
+            candidates += [(*given, *more), given] if more else [given]
         plan = f"{base.plan}+{row.plan}"
         return Row(row.name, tuple(candidates), row.role, plan)
 

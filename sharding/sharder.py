@@ -187,9 +187,11 @@ class Sharder:
     def local(
         self, f: Callable[..., jax.Array], in_specs: tuple[P, ...], out_specs: P
     ) -> Callable[..., jax.Array]:
-        """Returns f applied to each device's local shards. f must not communicate.
+        """Returns f applied to each device's local shards.
 
-        For kernels that the compiler cannot shard.
+        For kernels that the compiler cannot shard, and for exchanges that it would not
+        find. f may communicate only over mesh axes that shard its arguments and its
+        result.
         """
         return f if self.mesh is None else local(f, self.mesh, in_specs, out_specs)
 

@@ -71,7 +71,8 @@ class Pipeline:
         return self._run(params, batch, training=False)
 
     def _run(self, params: Any, batch: Batch, *, training: bool) -> Any:
-        given, batch = batch, self.stack.complete(batch)
+        shard = Sharder(self.mesh, self.rules)
+        given, batch = batch, self.stack.complete(batch, shard)
         batch_specs, row_axes = self._batch_specs(batch)
         manual = (PIPE, *row_axes)
         self._check(params, given, row_axes)

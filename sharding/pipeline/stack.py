@@ -37,8 +37,11 @@ class Stack(Protocol):
     remat: str
     dtype: Any
 
-    def complete(self, batch: Batch) -> Batch:
-        """Returns the batch with the arrays that embed, block and head derive."""
+    def complete(self, batch: Batch, shard: Sharder) -> Batch:
+        """Returns the batch with the arrays that embed, block and head derive.
+
+        It may also change the order of positions, as its blocks expect it.
+        """
         ...
 
     def embed(self, outside: Any, batch: Batch, shard: Sharder) -> jax.Array:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...sharding import MeshSpec, Rules
-from ...sharding.plans import AUTO, STANDARD
+from ...sharding.plans import AUTO, STANDARD, with_context
 from ..data import Source
 from . import compiler_options
 from .optimizers import Optimizer
@@ -110,7 +110,8 @@ Choose = Callable[[Any, Mapping[str, int], Sequence[Any]], Chosen]
 
 def plain(config: Any) -> Any:
     """Returns the config with the simplest value for everything it leaves open."""
-    plan = STANDARD if config.plan == AUTO else config.plan
+    standard = STANDARD if config.mesh.context == 1 else with_context(STANDARD)
+    plan = standard if config.plan == AUTO else config.plan
     return dataclasses.replace(config, plan=plan, pipeline=config.pipeline.plain())
 
 

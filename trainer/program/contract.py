@@ -19,6 +19,9 @@ was split.
 A model may have a method `predict(params, batch, shard)`, which `meshloom predict`
 calls, with the keyword argument `variables` if it names it. It returns a dict of arrays
 [B, ...], such as a class and its probability.
+
+A model may have a method `notes(batch, shard)`, which returns lines about what it
+chooses for the shapes of a batch on a mesh. A run prints them before it starts.
 """
 
 import inspect

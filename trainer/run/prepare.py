@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ...sharding import Sharder
 from ...sharding.mesh import mesh_sizes
 from ...sharding.text import counted, human_bytes
 from ..config import tree as config_tree
@@ -128,6 +129,9 @@ class Prepared:
             lines.append(self.staging.describe(self.batch_size))
         elif self.config.pipeline != Pipelining():
             lines.append("The pipeline settings have no effect: the mesh has pipe=1")
+        if hasattr(self.config.model, "notes"):
+            shard = Sharder(self.mesh, self.program.rules)
+            lines += self.config.model.notes(self.program.batch, shard)  # type: ignore
         exchange = self.config.exchange
         if not exchange.is_on and exchange != type(exchange)():
             lines.append(

@@ -22,7 +22,7 @@ from ....models.remat import Remat
 from ....sharding import MeshSpec
 from ....sharding.mesh import AXES, mesh_sizes
 from ....sharding.pipeline.simulate import GATHERS
-from ....sharding.plans import AUTO, STANDARD, WITH_SEQUENCE
+from ....sharding.plans import AUTO, STANDARD, WITH_SEQUENCE, with_context
 from ....sharding.resolve import Indivisible
 from ...program.hardware import Target
 from ...program.pipelining import Pipelining, divisors
@@ -104,6 +104,8 @@ def first_divided(
     if config.plan == AUTO:
         sizes = mesh_sizes(config.mesh.abstract(target.num_devices))
         plans = [WITH_SEQUENCE, STANDARD] if sizes["tensor"] > 1 else [STANDARD]
+        if sizes["context"] > 1:
+            plans = [with_context(plan) for plan in plans]
     for name in plans:
         try:
             return make_case(dataclasses.replace(config, plan=name), target)
