@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from ..sharding import Sharder
-from . import nnx_pure
 from .transformer import Transformer
 
 
@@ -57,22 +56,15 @@ def generate(
     # There is only one position at a time, so length cannot be sharded.
     rules = shard.rules.without("length", "residual_length")
     shard = dataclasses.replace(shard, rules=rules)
-    params = model.block_params()
     shape = (c.num_layers, num_sequences, total, c.kv_heads, c.head_width)
     cache = (jnp.zeros(shape, c.compute_dtype), jnp.zeros(shape, c.compute_dtype))
     tokens_BT = jnp.pad(prompt_BP, ((0, 0), (0, num_tokens)))
-
-    def layer(x_B1D, inputs):
-        layer_params, layer_cache, position = inputs
-        block = nnx_pure.bind(model.make_block, layer_params)
-        return block.decode(x_B1D, layer_cache, position, shard)
 
     def one(carry, position):
         tokens_BT, cache, key = carry
         token_B1 = jax.lax.dynamic_slice_in_dim(tokens_BT, position, 1, axis=1)
         x_B1D = model.embed(token_B1, jnp.full_like(token_B1, position), shard)
-        positions = jnp.full((c.num_layers,), position)
-        x_B1D, cache = jax.lax.scan(layer, x_B1D, (params, cache, positions))
+        x_B1D, cache = model.decode(x_B1D, cache, position, shard)
         logits_BV = model.head_logits(x_B1D, shard)[:, 0]
         key, use = jax.random.split(key)
         new_B = _pick(logits_BV, use, temperature, top_k)

@@ -72,6 +72,9 @@ class Attention(nnx.Module):
         axes, out_axes = ("kv_heads", None, "head_dim"), ("heads", "head_dim", "embed")
         self.qkv = weight(c, rngs, (D, *grouped), ("embed", *axes))
         self.out = weight(c, rngs, (H, K, D), out_axes, scale=residual_scale(c))
+        if c.qk_norm:
+            self.query_norm = constant(c, 1.0, (K,), ("norm",))
+            self.key_norm = constant(c, 1.0, (K,), ("norm",))
         if c.use_bias:
             self.qkv_bias = constant(c, 0.0, grouped, axes)
             self.out_bias = constant(c, 0.0, (D,), ("norm",))
@@ -101,6 +104,9 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
         q = q.reshape(*q.shape[:2], c.num_heads, c.head_width)
         k, v = k[..., 0, :], v[..., 0, :]
+        if c.qk_norm:
+            q = head_norm(q, self.query_norm[...], c.norm_epsilon, shard)
+            k = head_norm(k, self.key_norm[...], c.norm_epsilon, shard)
         if c.positions == "rotary":
             q = rotate(q, positions_BL, c.rope_theta)
             k = rotate(k, positions_BL, c.rope_theta)
@@ -118,6 +124,14 @@ class Attention(nnx.Module):
         )
         out = attend_cached(q[:, 0], cache[0], cache[1], position)[:, None]
         return linear(out, self, "out", 2, shard), cache
+
+
+def head_norm(x_BLHK, scale_K, epsilon: float, shard: Sharder) -> jax.Array:
+    """Returns the RMSNorm of each head, computed in float32."""
+    x = x_BLHK.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+    x = x * shard.weight(scale_K, ("norm",))[None, None, None]
+    return x.astype(x_BLHK.dtype)
 
 
 class MLP(nnx.Module):
@@ -154,11 +168,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm attention and MLP on a residual stream."""
 
-    def __init__(self, config: "Config", rngs: nnx.Rngs):
+    def __init__(self, config: "Config", rngs: nnx.Rngs, make_mlp=MLP):
         self.attention_norm = Norm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = Norm(config, rngs)
-        self.mlp = MLP(config, rngs)
+        self.mlp = make_mlp(config, rngs)
 
     def __call__(
         self,
@@ -168,22 +182,36 @@ class Block(nnx.Module):
         shard: Sharder,
         drop: Drop = lambda y, part: y,
     ) -> jax.Array:
+        x_BLD = self.attend(x_BLD, positions_BL, segments_BL, shard, drop)
+        y = self.mlp(self._gather_length(self.mlp_norm(x_BLD, shard), shard), shard)
+        return x_BLD + shard(drop(y, 1), RESIDUAL)
+
+    def attend(
+        self,
+        x_BLD,
+        positions_BL,
+        segments_BL,
+        shard: Sharder,
+        drop: Drop = lambda y, part: y,
+    ) -> jax.Array:
+        """Adds attention to the residual stream, the first half of the block."""
         y = self.attention(
             self._gather_length(self.attention_norm(x_BLD, shard), shard),
             positions_BL,
             segments_BL,
             shard,
         )
-        x_BLD = checkpoint_name(x_BLD + shard(drop(y, 0), RESIDUAL), "middle")
-        y = self.mlp(self._gather_length(self.mlp_norm(x_BLD, shard), shard), shard)
-        return x_BLD + shard(drop(y, 1), RESIDUAL)
+        return checkpoint_name(x_BLD + shard(drop(y, 0), RESIDUAL), "middle")
 
     def decode(self, x_B1D, cache, position, shard: Sharder):
+        x_B1D, cache = self.attend_cached(x_B1D, cache, position, shard)
+        return x_B1D + self.mlp(self.mlp_norm(x_B1D, shard), shard), cache
+
+    def attend_cached(self, x_B1D, cache, position, shard: Sharder):
         y, cache = self.attention.decode(
             self.attention_norm(x_B1D, shard), cache, position, shard
         )
-        x_B1D = x_B1D + y
-        return x_B1D + self.mlp(self.mlp_norm(x_B1D, shard), shard), cache
+        return x_B1D + y, cache
 
     def _gather_length(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
         """Gathers the positions that the residual stream has sharded."""

@@ -42,13 +42,15 @@ def bind(make: Make[Module], params: Params, variables: Params | None = None) ->
     return nnx.merge(graphdef, state, others)
 
 
-def stack(make: Make, num: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns `num` equal modules as one, with a leading `layer` dimension."""
+def stack(
+    make: Make, num: int, rngs: nnx.Rngs, name: str | None = "layer"
+) -> nnx.Module:
+    """Returns `num` equal modules as one, with a leading dimension `name`."""
     create = nnx.vmap(make, in_axes=0, out_axes=0)
     stacked = nnx.split_rngs(splits=num)(create)(rngs)
     for _, variable in nnx.iter_graph(stacked):
-        if isinstance(variable, nnx.Param):
-            variable.set_metadata(axes=("layer", *variable.get_metadata()["axes"]))
+        if isinstance(variable, nnx.Variable) and "axes" in variable.get_metadata():
+            variable.set_metadata(axes=(name, *variable.get_metadata()["axes"]))
     return stacked
 
 

@@ -58,6 +58,7 @@ class Config:
     Attributes:
       num_kv_heads: key-value heads shared by groups of query heads; default num_heads.
       head_dim: default d_model / num_heads.
+      qk_norm: normalize queries and keys by RMSNorm, each head alone, before positions.
       pad_vocab_to: pad the vocabulary to a multiple of this, so that mesh axes divide
         it. Padded entries have no probability.
       logit_softcap: squeeze logits into (-cap, cap) with a tanh.
@@ -85,6 +86,7 @@ class Config:
     rope_theta: float = 10_000.0
     mlp: Activation = "swiglu"
     use_bias: bool = False
+    qk_norm: bool = False
     tied_head: bool = False
     pad_vocab_to: int = 1
     logit_softcap: float | None = None
@@ -194,19 +196,8 @@ class Config:
         self, params: Params, batch: dict[str, jax.Array], shard: Sharder
     ) -> dict[str, jax.Array]:
         """Returns each row's mean loss, and its share of tokens predicted right."""
-        model = nnx_pure.bind(self.make, params)
         batch = arrange(self, with_positions(batch), shard)
-        logits_BLV = model.head_logits(model.hidden(batch, shard), shard)
-        targets_BL = batch["targets"]
-        nll_BL, _ = cross_entropy(logits_BLV, targets_BL, z_loss=0.0)
-        right_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
-        weights_BL = batch["weights"].astype(jnp.float32)
-        total_B = jnp.sum(weights_BL, axis=-1)
-        loss_B = jnp.sum(nll_BL * weights_BL, axis=-1) / total_B
-        return {
-            "loss": loss_B,
-            "accuracy": jnp.sum(right_BL * weights_BL, axis=-1) / total_B,
-        }
+        return nnx_pure.bind(self.make, params).predict(batch, shard)
 
     def block(
         self, params: Params, x_BLD: jax.Array, batch: dict[str, Any], shard: Sharder
@@ -287,11 +278,15 @@ class Transformer(nnx.Module):
         if c.positions == "learned":
             shape = (c.max_length, c.d_model)
             self.position = weight(c, rngs, shape, ("position", "embed"))
-        self.blocks = nnx_pure.stack(self.make_block, c.num_layers, rngs)
+        self.blocks = nnx_pure.stack(self.make_block, self.num_stacked, rngs)
         self.final_norm = Norm(c, rngs)
         if not c.tied_head:
             shape = (c.d_model, c.padded_vocab)
             self.head = weight(c, rngs, shape, ("embed", "vocab"))
+
+    @property
+    def num_stacked(self) -> int:
+        return self.config.num_layers
 
     @property
     def make_block(self):
@@ -318,6 +313,16 @@ class Transformer(nnx.Module):
         """Returns the stacked blocks as a plain tree, each array [layer, ...]."""
         return nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
 
+    def decode(self, x_B1D, cache, position, shard: Sharder):
+        """Passes one position through all blocks, and adds it to their cache."""
+
+        def layer(x_B1D, inputs):
+            params, cache = inputs
+            block = nnx_pure.bind(self.make_block, params)
+            return block.decode(x_B1D, cache, position, shard)
+
+        return jax.lax.scan(layer, x_B1D, (self.block_params(), cache))
+
     def hidden(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
         """Returns the residual stream after the last block."""
         batch = with_positions(batch)
@@ -343,6 +348,22 @@ class Transformer(nnx.Module):
         x_BLD = shard(self.final_norm(x_BLD, shard), STREAM)
         table = self.embedding if c.tied_head else self.head
         return head, x_BLD, shard.weight(table[...], head.axes, c.compute_dtype)
+
+    def predict(
+        self, batch: dict[str, jax.Array], shard: Sharder
+    ) -> dict[str, jax.Array]:
+        """Returns each row's mean loss, and its share of tokens predicted right."""
+        logits_BLV = self.head_logits(self.hidden(batch, shard), shard)
+        targets_BL = batch["targets"]
+        nll_BL, _ = cross_entropy(logits_BLV, targets_BL, z_loss=0.0)
+        right_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
+        weights_BL = batch["weights"].astype(jnp.float32)
+        total_B = jnp.sum(weights_BL, axis=-1)
+        loss_B = jnp.sum(nll_BL * weights_BL, axis=-1) / total_B
+        return {
+            "loss": loss_B,
+            "accuracy": jnp.sum(right_BL * weights_BL, axis=-1) / total_B,
+        }
 
     def loss(self, batch: dict[str, jax.Array], shard: Sharder):
         return self.head_loss(self.hidden(batch, shard), batch, shard)

@@ -24,28 +24,12 @@ def local(
     f may communicate only over mesh axes that shard its arguments and its result.
     Arguments that are not floating point get no gradient.
     """
-    names = set(mesh.axis_names) - set(mesh.manual_axes)
-
-    def mapped(f: Function, in_specs: Any, out_specs: Any) -> Function:
-        return jax.shard_map(
-            f,
-            mesh=mesh,
-            axis_names=names,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
-
-    run = mapped(f, tuple(in_specs), out_specs)
+    run = mapped(f, mesh, tuple(in_specs), out_specs)
     if not mesh.manual_axes:
         return run
 
-    def untyped(x: jax.Array, spec: P) -> jax.Array:
-        # An identity function would pass the varying-axes type through.
-        return mapped(lambda x: x[None][0], spec, spec)(x)
-
     def arguments(xs):
-        return [untyped(x, spec) for x, spec in zip(xs, in_specs, strict=True)]
+        return [untyped(x, mesh, s) for x, s in zip(xs, in_specs, strict=True)]
 
     @jax.custom_vjp
     def wrapped(*xs):
@@ -58,7 +42,7 @@ def local(
 
     def backward(saved, g):
         pullback, types = saved
-        grads = pullback(untyped(g, out_specs))
+        grads = pullback(untyped(g, mesh, out_specs))
         return tuple(
             None if g.dtype == jax.dtypes.float0 else vary(g, x)
             for g, x in zip(grads, types, strict=True)
@@ -66,6 +50,24 @@ def local(
 
     wrapped.defvjp(forward, backward)
     return wrapped
+
+
+def mapped(f: Any, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Any:
+    """Returns a shard_map over the axes not manual yet, without varying types."""
+    return jax.shard_map(
+        f,
+        mesh=mesh,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+def untyped(x: jax.Array, mesh: Mesh | AbstractMesh, spec: P) -> jax.Array:
+    """Returns x without the varying-axes type of an enclosing shard_map."""
+    # An identity function would pass the type through.
+    return mapped(lambda x: x[None][0], mesh, spec, spec)(x)
 
 
 def vary(x: jax.Array, *like: jax.Array) -> jax.Array:

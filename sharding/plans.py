@@ -13,6 +13,7 @@ weights. Later plans shard more. The standard logical axes (a model may add its 
   layer            the stack of equal blocks
   embed            the width of the residual stream, one side of every weight matrix
   mlp heads kv_heads vocab      the other side
+  experts          the experts of a layer
   head_dim norm position        small or not worth sharding
 """
 
@@ -30,6 +31,7 @@ STANDARD_NAMES: tuple[str, ...] = (
     "heads",
     "kv_heads",
     "vocab",
+    "experts",
     "head_dim",
     "norm",
     "position",
@@ -44,11 +46,12 @@ WITH_SEQUENCE = "data+fsdp+tensor+sequence+pipeline"
 def data() -> Rules:
     """Shards the batch over every data-parallel axis and replicates the weights.
 
-    The fsdp and expert axes are data-parallel too.
+    The fsdp and expert axes are data-parallel too. Experts, where a model has some, are
+    sharded over the expert axis, along which devices then exchange tokens.
     """
     replicated = dict.fromkeys(STANDARD_NAMES)
     batch = dict.fromkeys(("batch", "lookup_batch"), BATCH_AXES)
-    return Rules.of(batch | replicated, plan="data")
+    return Rules.of(batch | replicated | {"experts": "expert"}, plan="data")
 
 
 def fsdp(stage: int = 3) -> Rules:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..sharder import Sharder
-from .stack import Batch, Stack
+from .stack import Batch, Stack, Sums
 
 Kept = Any  # what a forward saves for its backward
 
@@ -37,34 +37,37 @@ class Chunks:
         self._vjp_treedef: Any = None
         self._weight_index: list[int | None] = []
 
-    def forward(self, chunk, x: jax.Array, batch: Batch) -> tuple[jax.Array, Kept]:
-        """Returns the output of the chunk and what its backward needs.
+    def forward(
+        self, chunk, x: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, Sums, Kept]:
+        """Returns the output of the chunk, its sums, and what its backward needs.
 
         The backward needs the input of the chunk, or its residuals under "none".
         """
         params = self._chunk(chunk)
         if not self._keeps_residuals:
-            return self._apply(params, x, batch), x
-        y, pull = jax.vjp(lambda p, x: self._apply(p, x, batch), params, x)
+            return *self._apply(params, x, batch), x
+        (y, sums), pull = jax.vjp(lambda p, x: self._apply(p, x, batch), params, x)
         leaves, self._vjp_treedef = jax.tree.flatten(pull)
         # Residuals that are weights need not be saved.
         weights = jax.tree.leaves(params)
         self._weight_index = [_position(leaf, weights) for leaf in leaves]
         both = zip(leaves, self._weight_index, strict=True)
-        return y, (y, [leaf for leaf, index in both if index is None])
+        return y, sums, ((y, sums), [leaf for leaf, index in both if index is None])
 
     def backward(self, chunk, kept: Kept, batch: Batch):
         """Returns the output of the chunk and its vjp, to (params, input) gradients."""
         params = self._chunk(chunk)
         if not self._keeps_residuals:
-            return jax.vjp(lambda p, x: self._apply(p, x, batch), params, kept)
-        y, residuals = kept
+            found, pull = jax.vjp(lambda p, x: self._apply(p, x, batch), params, kept)
+            return found[0], _of_output(pull, found[1])
+        (y, sums), residuals = kept
         rest, weights = iter(residuals), jax.tree.leaves(params)
         leaves = [next(rest) if i is None else weights[i] for i in self._weight_index]
-        return y, jax.tree.unflatten(self._vjp_treedef, leaves)
+        return y, _of_output(jax.tree.unflatten(self._vjp_treedef, leaves), sums)
 
-    def _apply(self, params: Any, x: jax.Array, batch: Batch) -> jax.Array:
-        """Applies the layers of `params`, one after the other."""
+    def _apply(self, params: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+        """Applies the layers of `params` one by one, and adds up their sums."""
 
         def layer(x, params):
             params = jax.tree.map(
@@ -72,13 +75,15 @@ class Chunks:
                 self._layouts,
                 params,
             )
-            return self._stack.block(params, x, batch, self._shard), None
+            found = self._stack.block(params, x, batch, self._shard)
+            return found if isinstance(found, tuple) else (found, {})
 
         if self._keeps_residuals:
             layer = jax.checkpoint(layer, policy=_is_computed, prevent_cse=False)
         elif not self._is_recomputed_once:
             layer = self._stack.rematerialize(layer)
-        return lax.scan(layer, x, params)[0]
+        y, sums = lax.scan(layer, x, params)
+        return y, jax.tree.map(lambda each: jnp.sum(each, axis=0), sums)
 
     def zeros(self) -> Any:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._params)
@@ -103,6 +108,15 @@ class Chunks:
             lambda w: lax.dynamic_slice_in_dim(w, chunk * self._length, self._length),
             self._params,
         )
+
+
+def _of_output(pull: Any, sums: Sums) -> Any:
+    """Returns the vjp of a chunk's output; its sum "loss" is a part of the loss."""
+    seeds = {
+        name: jnp.ones_like(x) if name == "loss" else jnp.zeros_like(x)
+        for name, x in sums.items()
+    }
+    return lambda gradient: pull((gradient, seeds))
 
 
 def _position(leaf: Any, among: list[Any]) -> int | None:

@@ -24,7 +24,7 @@ from .schedule import Schedule
 from .simulate import GATHERS, Gather
 from .stack import Batch, Stack, Sums
 from .ticks import PIPE, Ticks
-from .weights import manual_specs, mesh_axes, weight_layouts
+from .weights import kept_sharded, manual_specs, mesh_axes, weight_layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Pipeline:
             resolve(params, self.rules, self.mesh, axes=self.axes, role=role).specs()
             for role in ("param", "optimizer", "compute")
         )
-        check_compute(compute, row_axes)
+        exchanges = getattr(self.stack, "exchanges", ())
+        own = kept_sharded(compute, (stored, gradient), row_axes, self.axes, exchanges)
         late, dtype = self.gather == "microbatch", self.stack.dtype
         if late and Sharder(self.mesh).platform == "cpu":
             dtype = None  # XLA for CPU aborts on reduce-scatters in bfloat16
@@ -88,6 +89,7 @@ class Pipeline:
             key: weight_layouts(
                 {key: stored[key]},
                 {key: gradient[key]},
+                {key: own[key]},
                 manual=manual,
                 row_axes=row_axes,
                 summed=row_axes if key == self.stack.blocks else manual,
@@ -211,21 +213,6 @@ class Pipeline:
                     f"divided among {S} stages, which share the work outside the "
                     f"blocks. Make it a multiple of {S}."
                 )
-
-
-def check_compute(specs: Any, row_axes: tuple[str, ...]) -> None:
-    """Raises ValueError if `compute` weights are sharded over axes of the batch."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        manual_specs(specs, row_axes), is_leaf=lambda x: isinstance(x, P)
-    )
-    for path, spec in leaves:
-        if any(spec):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(
-                f"{name}: in computation the plan shards it as {spec}, over axes that "
-                "also shard the batch; a pipeline needs it replicated over these. "
-                "Change the plan."
-            )
 
 
 def vary(tree: Any, specs: Any, axes: tuple[str, ...]) -> Any:

@@ -29,6 +29,9 @@ class Stack(Protocol):
         the stage from its input, and `rematerialize` decides what that saves.
       dtype: the type that weights of two or more dimensions are cast to for
         computation, before they are gathered; None for the stored type.
+
+    A stack may have one more, `exchanges`: logical axes along which blocks themselves
+    exchange rows of the batch, as experts do. Weights stay sharded by these.
     """
 
     blocks: str
@@ -48,10 +51,12 @@ class Stack(Protocol):
         """Returns the input of the first block."""
         ...
 
-    def block(
-        self, params: Any, x: jax.Array, batch: Batch, shard: Sharder
-    ) -> jax.Array:
-        """Applies one block. Its parameters have no layer dimension."""
+    def block(self, params: Any, x: jax.Array, batch: Batch, shard: Sharder) -> Any:
+        """Applies one block. Its parameters have no layer dimension.
+
+        Returns its output, or (output, {name: sum}) with sums as the head has them; a
+        sum named "loss" adds to the loss.
+        """
         ...
 
     def head(self, outside: Any, x: jax.Array, batch: Batch, shard: Sharder) -> Any:

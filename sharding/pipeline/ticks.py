@@ -21,7 +21,7 @@ from ..sharder import Sharder
 from .chunks import Chunks
 from .loops import Kind, Loop, Rows
 from .schedule import IDLE, Schedule
-from .stack import Batch, Stack
+from .stack import Batch, Stack, Sums
 from .weights import keep_sharded
 
 PIPE = "pipe"
@@ -79,8 +79,8 @@ class Ticks:
             batch = self._part(0)
             part = self._embed(self._outside, batch)
             x = jnp.concatenate([part] * self._num, axis=self._stack.split_dim)
-            kept = self._chunks.forward(0, x, self._microbatch(0))[1]
-            return x, self._head(self._outside, part, batch)[1], kept
+            _, sums, kept = self._chunks.forward(0, x, self._microbatch(0))
+            return x, sums | self._head(self._outside, part, batch)[1], kept
 
         x, sums, kept = jax.tree.map(
             lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(shapes)
@@ -121,7 +121,10 @@ class Ticks:
             m, chunk, slot = row.forward[stage]
             begins = (stage == 0) & (chunk == 0)
             x = jnp.where(begins, carry["fed"], carry["arrived"])
-            y, kept = self._chunks.forward(chunk, self._mark(x, m), self._microbatch(m))
+            y, sums, kept = self._chunks.forward(
+                chunk, self._mark(x, m), self._microbatch(m)
+            )
+            carry["sums"] = _add_some(carry["sums"], sums, m != IDLE)
             carry["arrived"] = lax.ppermute(y, PIPE, self._down)
             if self._training:
                 carry["kept"] = _write(carry["kept"], kept, slot, m != IDLE)
@@ -167,7 +170,7 @@ class Ticks:
                 carry["outside"] = _add(carry["outside"], grad, m != IDLE)
             else:
                 sums = head(self._outside, y)[1]
-            carry["sums"] = _add(carry["sums"], sums, m != IDLE)
+            carry["sums"] = _add_some(carry["sums"], sums, m != IDLE)
         if kind.embed:
             x = self._embed(self._outside, self._part(row.embed))
             results[0] = self._mark(x, row.embed)
@@ -272,3 +275,8 @@ def _add(total: Any, new: Any, is_real) -> Any:
     return jax.tree.map(
         lambda a, b: a + jnp.where(is_real, b.astype(jnp.float32), 0.0), total, new
     )
+
+
+def _add_some(totals: Sums, new: Sums, is_real) -> Sums:
+    """Adds to those of the totals that `new` has."""
+    return totals | _add({name: totals[name] for name in new}, new, is_real)

@@ -126,6 +126,7 @@ def keep_sharded(
 def weight_layouts(
     stored: Any,
     gradient: Any,
+    own: Any,
     *,
     manual: Sequence[str],
     row_axes: Sequence[str],
@@ -137,6 +138,7 @@ def weight_layouts(
     """Returns a tree of WeightLayout, from the specs of parameters and gradients.
 
     Args:
+      own: for each parameter, manual axes over which it stays sharded.
       manual: the manual mesh axes.
       row_axes: those of them that shard the rows of the batch.
       summed: axes over which gradients must be summed.
@@ -145,9 +147,10 @@ def weight_layouts(
       num_stacked: number of leading layer dimensions.
     """
 
-    def one(path, spec: P, gradient_spec: P) -> WeightLayout:
-        dims = tuple(_manual(entry, summed) for entry in spec)
-        gradient_dims = tuple(_manual(entry, summed) for entry in gradient_spec)
+    def one(path, spec: P, gradient_spec: P, own: frozenset[str]) -> WeightLayout:
+        moved = [axis for axis in summed if axis not in own]
+        dims = tuple(_manual(entry, moved) for entry in spec)
+        gradient_dims = tuple(_manual(entry, moved) for entry in gradient_spec)
         at_use = {a for axes in dims for a in axes if late and a in row_axes}
         same = all(
             set(d) & at_use == set(g) & at_use
@@ -167,7 +170,7 @@ def weight_layouts(
             dims,
             gradient_dims,
             late=frozenset(at_use),
-            summed=tuple(summed),
+            summed=tuple(moved),
             rest=rest(spec),
             gradient_rest=rest(gradient_spec),
             dtype=dtype if len(dims) - num_stacked > 1 else None,
@@ -180,7 +183,45 @@ def weight_layouts(
         )
 
     return jax.tree_util.tree_map_with_path(
-        one, stored, gradient, is_leaf=lambda x: isinstance(x, P)
+        one, stored, gradient, own, is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def kept_sharded(
+    compute: Any,
+    others: Sequence[Any],
+    row_axes: Sequence[str],
+    names: Any,
+    exchanges: Collection[str],
+) -> Any:
+    """Returns, for each weight, the axes of the batch that shard it in computation.
+
+    Raises ValueError if it is not the model that exchanges rows along them, or if the
+    weight is stored differently.
+
+    Args:
+      others: the specs of the stored weights and of their gradients.
+      names: the logical axes of each weight.
+      exchanges: see Stack.
+    """
+
+    def one(path, spec: P, stored: P, gradient: P, names) -> frozenset[str]:
+        found: set[str] = set()
+        for name, *entries in zip(names, spec, stored, gradient, strict=True):
+            axes = _manual(entries[0], row_axes)
+            found |= set(axes)
+            same = all(mesh_axes(e)[: len(axes)] == axes for e in entries[1:])
+            if axes and not (name in exchanges and same):
+                where = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ValueError(
+                    f"{where}: in computation the plan shards it as {spec}, over axes "
+                    "that also shard the batch; a pipeline needs it replicated over "
+                    "these. Change the plan."
+                )
+        return frozenset(found)
+
+    return jax.tree_util.tree_map_with_path(
+        one, compute, *others, names, is_leaf=lambda x: isinstance(x, P)
     )
 
 

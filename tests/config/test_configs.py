@@ -19,6 +19,9 @@ PUBLISHED = {
     "llama2_7b": 6_738_415_616,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_moe_16b": 16_375_728_128,
 }
 MESHES = {
     "digits": ["data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"],
@@ -33,6 +36,10 @@ MESHES = {
     "llama2_7b": ["fsdp=64", "fsdp=16,tensor=4", "data=2,fsdp=16,tensor=2"],
     "llama3_8b": ["fsdp=64", "fsdp=16,tensor=4", "replica=2,fsdp=32"],
     "llama3_70b": ["fsdp=64,tensor=4", "fsdp=256", "replica=4,fsdp=32,tensor=8"],
+    "moe": ["data=8", "expert=8", "fsdp=2,expert=2,tensor=2"],
+    "mixtral_8x7b": ["fsdp=8,expert=8", "fsdp=16,expert=2,tensor=2"],
+    "qwen3_30b_a3b": ["fsdp=8,expert=8", "fsdp=4,expert=8,tensor=2"],
+    "deepseek_moe_16b": ["fsdp=8,expert=8", "fsdp=4,expert=8,tensor=2"],
 }
 EXAMPLES = {
     "digits": 38_282,
@@ -62,7 +69,7 @@ def layout(config, mesh: str, plan: str):
 
 def test_each_shipped_config_is_tested_here(configs):
     assert set(configs) == set(MESHES)
-    assert set(MESHES) == {"default", "drill", *EXAMPLES, *PUBLISHED}
+    assert set(MESHES) == {"default", "drill", "moe", *EXAMPLES, *PUBLISHED}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -109,7 +116,7 @@ def test_every_batch_can_be_cut(configs, name):
     assert config.batch_size % (config.num_microbatches or 1) == 0
     for mesh in MESHES[name]:
         spec = MeshSpec.parse(mesh)
-        ways = spec.replica * spec.data * spec.fsdp
+        ways = spec.replica * spec.data * spec.fsdp * spec.expert
         assert config.batch_size % ways == 0, mesh
 
 

@@ -37,7 +37,9 @@ def _generate(args: argparse.Namespace) -> None:
     from ...sharding import MeshSpec
     from ..checkpoint import manager
     from ..config import files as config_files
+    from ..job.group import Group
     from ..program.computation import layout_of
+    from ..program.state import placed
     from ..record.run_folder import CONFIG_GIN
     from ..run import sampling, trained
     from ..run.train import Config
@@ -51,19 +53,19 @@ def _generate(args: argparse.Namespace) -> None:
     config = config_files.load([text], root=Config).config
     mesh = MeshSpec.parse(args.mesh).make(jax.local_devices())
     layout, _ = layout_of(config, mesh)
-    params = manager.restore_params(
-        stored.folder,
-        stored.step,
-        layout.abstract.params,
-        layout.params.shardings(mesh),
-    )
+    target = {"params": placed(layout.abstract.params, layout.params.shardings(mesh))}
+    if layout.variables.arrays:
+        shardings = layout.variables.shardings(mesh)
+        target["variables"] = placed(layout.abstract.variables, shardings)
+    parts = manager.restore_part(stored.folder, stored.step, target, Group())
     print(
         sampling.sample(
             config,
             mesh,
-            params,
+            parts["params"],
             args.prompt,
             args.tokens,
+            variables=parts.get("variables"),
             temperature=args.temperature,
             top_k=args.top_k,
             seed=args.seed,

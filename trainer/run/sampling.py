@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...sharding import Sharder, resolve
 from ..config.tree import label
+from ..program import contract
 
 if TYPE_CHECKING:
     from .train import Config
@@ -22,6 +23,7 @@ def sample(
     prompt: str,
     num_tokens: int,
     *,
+    variables: Any = None,
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
@@ -30,6 +32,7 @@ def sample(
 
     Args:
       params: with layers in their canonical order.
+      variables: of a model that has some.
     """
     # A batch of one row cannot be sharded, and there is no pipeline to shard layers
     # for: only the other shardings of the weights stay.
@@ -40,8 +43,11 @@ def sample(
     generate, tokens = _generate_fn(config, prompt, num_tokens, shard)
     generate = functools.partial(generate, temperature=temperature, top_k=top_k)
     replicated = NamedSharding(mesh, P())
+    options: Any = {}
+    if contract.has_variables(config.model):
+        options["variables"] = variables
     result = jax.jit(generate, out_shardings=replicated)(
-        params, tokens, key=jax.random.key(seed)
+        params, tokens, key=jax.random.key(seed), **options
     )
     return _tokenizer(config).decode(jax.device_get(result)[0])
 
@@ -55,9 +61,12 @@ def _tokenizer(config: "Config") -> Any:
 def check(config: "Config", prompt: str, num_tokens: int) -> None:
     """Raises what `sample` would raise after training, using shapes alone."""
     generate, tokens = _generate_fn(config, prompt, num_tokens, Sharder())
-    key = jax.random.key(0)
+    key, options = jax.random.key(0), {}
     params = jax.eval_shape(config.model.init, key)
-    jax.eval_shape(functools.partial(generate, key=key), params, tokens)
+    if contract.has_variables(config.model):
+        init = functools.partial(contract.init_variables, config.model)
+        options["variables"] = jax.eval_shape(init, key)
+    jax.eval_shape(functools.partial(generate, key=key), params, tokens, **options)
 
 
 def _generate_fn(config: "Config", prompt: str, num_tokens: int, shard: Sharder) -> Any:
