@@ -154,6 +154,8 @@ def _run(head: Head, *arrays: jax.Array, training: bool) -> Found:
         if axes:  # in the compute dtype, like the gradient of any other weight
             dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
         found["dw"] = shard(dw, head.axes, role="optimizer")
+        # The sum is done before the blocks run backward, and only its shard waits.
+        found = jax.lax.optimization_barrier(found)
     return found
 
 
