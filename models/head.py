@@ -202,4 +202,7 @@ def _loop(head: Head, x_BLD, w, targets_BL, weights_BL, *, training: bool) -> Fo
         return x[:tokens].reshape(*shape[:2], *x.shape[1:])
 
     found = {name: join(x) for name, x in found.items()}
-    return found | {"dw": dw.astype(w.dtype)} if training else found
+    if training:
+        # Without the barrier XLA for TPU casts in the loop, and sums in that type.
+        found["dw"] = jax.lax.optimization_barrier(dw).astype(w.dtype)
+    return found

@@ -284,7 +284,8 @@ class Moments:
     def block_of_logits(self) -> tuple[Part, ...]:
         """Returns what a head in blocks has alive: one block, and gradients."""
         case, costs = self.case, self.costs
-        logits = Values(costs.logits, 2 / case.head_blocks / case.num_stages)
+        num = self.fitted.block_logits / case.head_blocks / case.num_stages
+        logits = Values(costs.logits, num)
         gradient = Weights("compute", costs.head.weight, FLOAT32)
         stream = Values(costs.gathered, 1 / case.num_stages)
         return (
