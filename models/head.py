@@ -11,7 +11,7 @@ Shape letters: B batch, L length, D width, V vocabulary (padded), T tokens of a 
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,8 @@ class Head:
         targets_BL = batch["targets"]
         weights_BL = batch["weights"].astype(jnp.float32)
         if self.num_blocks(x_BLD.shape) > 1:
-            loss, z = _in_blocks(self, x_BLD, w, targets_BL, weights_BL)
-            return loss, jax.lax.stop_gradient(z)
+            sums: Any = _in_blocks(self, x_BLD, w, targets_BL, weights_BL)
+            return sums[0], jax.lax.stop_gradient(sums[1])
         logits_BLV = self.finish(self.products(x_BLD, w))
         each = cross_entropy(logits_BLV, targets_BL, z_loss=self.config.z_loss)
         return _sums(*each, weights_BL)
