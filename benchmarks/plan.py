@@ -46,12 +46,14 @@ MODELS = {
 }
 INTERLEAVED = 'pipeline.schedule="interleaved"'
 SEQUENCE = 'plan="data+fsdp+tensor+sequence+pipeline"'
+BLOCK = "model.head_block="
 # Nothing is left open: a case is the same program whatever the defaults are.
 PLAIN = {
     "plan": '"data+fsdp+tensor+pipeline"',
     "num_microbatches": "1",
     "pipeline.schedule": '"1f1b"',
     "pipeline.gather": '"step"',
+    "model.head_block": "0",
 }
 
 
@@ -69,6 +71,8 @@ class Case:
         kind += "".join(", sequence" for s in self.settings if s == SEQUENCE)
         parts = [s.split("=")[1] for s in self.settings if s.startswith("num_micro")]
         micro = f", {parts[0]} microbatches" if parts else ""
+        blocks = [s.split("=")[1] for s in self.settings if s.startswith(BLOCK)]
+        micro += f", blocks of {blocks[0]}" if blocks else ""
         words = f"{self.model} {self.target} {self.mesh} {self.remat}"
         return f"{words}{kind}{micro}"
 
@@ -144,6 +148,14 @@ CASES = [
     Case("8b", MANY, "fsdp=8,tensor=8", "full", 64),
     Case("8b", MANY, "fsdp=16,tensor=4", "save-named", 32),
     Case("8b", MANY, "pipe=4,fsdp=16", "full", 256, micro(16)),
+    # The head in blocks, and at once: --cases "8b v5p-64" "8b a100"
+    Case("8b", "v5p-64", "fsdp=32", "full", 256),
+    Case("8b", "v5p-64", "fsdp=32", "full", 256, (f"{BLOCK}16384",)),
+    Case("8b", "v5p-64", "fsdp=32", "full", 512, (f"{BLOCK}32768",)),
+    Case("8b", "a100:2x8", "fsdp=16", "full", 64),
+    Case("8b", "a100:2x8", "fsdp=16", "full", 64, (f"{BLOCK}4096",)),
+    Case("8b", "a100:2x8", "fsdp=16", "full", 512, micro(4)),
+    Case("8b", "a100:2x8", "fsdp=16", "full", 512, (*micro(4), f"{BLOCK}16384")),
 ]
 
 

@@ -99,6 +99,7 @@ class Costs:
       waiting: operands of weight gradients that stay alive where the compiler runs
         those products last in a block, as XLA does for GPUs; () where it does not.
       logits: in the compute dtype; float32 logits are never stored.
+      head_block: tokens of a device whose logits exist at once; 0 for all.
       fused: whether attention is one kernel.
     """
 
@@ -116,6 +117,7 @@ class Costs:
     waiting: tuple[Array, ...]
     logits: Array
     fused: bool = False
+    head_block: int = 0
 
     @property
     def is_tied(self) -> bool:

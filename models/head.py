@@ -11,7 +11,7 @@ Shape letters: B batch, L length, D width, V vocabulary (padded), T tokens of a 
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,8 @@ class Head:
         targets_BL = batch["targets"]
         weights_BL = batch["weights"].astype(jnp.float32)
         if self.num_blocks(x_BLD.shape) > 1:
-            loss, z = _in_blocks(self, x_BLD, w, targets_BL, weights_BL)
-            return loss, jax.lax.stop_gradient(z)
+            sums: Any = _in_blocks(self, x_BLD, w, targets_BL, weights_BL)
+            return sums[0], jax.lax.stop_gradient(sums[1])
         logits_BLV = self.finish(self.products(x_BLD, w))
         each = cross_entropy(logits_BLV, targets_BL, z_loss=self.config.z_loss)
         return _sums(*each, weights_BL)
@@ -154,6 +154,8 @@ def _run(head: Head, *arrays: jax.Array, training: bool) -> Found:
         if axes:  # in the compute dtype, like the gradient of any other weight
             dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
         found["dw"] = shard(dw, head.axes, role="optimizer")
+        # The sum is done before the blocks run backward, and only its shard waits.
+        found = jax.lax.optimization_barrier(found)
     return found
 
 
@@ -200,4 +202,7 @@ def _loop(head: Head, x_BLD, w, targets_BL, weights_BL, *, training: bool) -> Fo
         return x[:tokens].reshape(*shape[:2], *x.shape[1:])
 
     found = {name: join(x) for name, x in found.items()}
-    return found | {"dw": dw.astype(w.dtype)} if training else found
+    if training:
+        # Without the barrier XLA for TPU casts in the loop, and sums in that type.
+        found["dw"] = jax.lax.optimization_barrier(dw).astype(w.dtype)
+    return found

@@ -88,6 +88,7 @@ def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
             "logits", (rows, length, config.padded_vocab), (*POSITIONS, "vocab")
         ),
         fused=fused,
+        head_block=config.head_block or 0,
     )
 
 

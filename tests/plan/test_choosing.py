@@ -115,6 +115,32 @@ def test_a_batch_that_does_not_fit_is_done_in_parts():
     assert f"{found.config.num_microbatches} microbatches" in found.choice
 
 
+def test_a_head_that_takes_most_memory_is_computed_in_blocks():
+    found = forecast(load("llama3_8b"), "v5p-64", mesh="fsdp=32", batch=512)
+    at_once = load("llama3_8b", "model.head_block=0", "num_microbatches=1")
+    whole = forecast(at_once, "v5p-64", mesh="fsdp=32", batch=512)
+    assert whole.config.model == at_once.model  # what is set is kept
+    assert whole.memory.peak_moment == "head" and not whole.fits
+    block = found.config.model.head_block  # type: ignore
+    assert block and f"logits of {block} tokens at a time" in found.choice
+    # The largest with which the head is no longer the peak; then more changes nothing.
+    assert found.memory.peak_moment == "backward" and found.case.num_microbatches == 1
+    larger = load("llama3_8b", f"model.head_block={2 * block}", "num_microbatches=1")
+    larger = forecast(larger, "v5p-64", mesh="fsdp=32", batch=512).memory
+    assert larger.peak_moment == "head"
+    assert found.memory.at["backward"] == larger.at["backward"]
+    assert found.roofline.step < 1.002 * whole.roofline.step
+    chosen_again = load("llama3_8b", f"model.head_block={block}")
+    assert "tokens" not in forecast(chosen_again, "v5p-64", mesh="fsdp=32").choice
+
+
+def test_a_head_that_takes_less_than_blocks_is_left_alone():
+    found = forecast(load("llama2_7b"), "v5p-128", mesh="fsdp=64", batch=64)
+    assert found.memory.peak_moment == "backward"
+    assert found.config.model.head_block is None  # type: ignore
+    assert found.case.head_blocks == 1 and "tokens" not in found.choice
+
+
 def test_positions_that_the_axis_does_not_divide_stay_whole():
     c = dataclasses.replace(tiny(remat="full"), plan=AUTO)
     odd = dataclasses.replace(c, data=dataclasses.replace(c.data, length=127))

@@ -20,12 +20,14 @@ STAGED = Pipelining(schedule="1f1b", gather="step")
 FORECASTS = {
     "tpu": [
         ("v5e:4x4", "fsdp=16", {}),
+        ("v5e:4x4", "fsdp=16", {"head_block": 64}),
         ("v5e:4x4", "fsdp=4,tensor=4", {"remat": "full"}),
         ("v5e:4x4", "fsdp=16", {"remat": "full", "attention": "xla"}),
         ("v5e:4x4", "pipe=2,fsdp=2,tensor=4", {"remat": "full"}),
     ],
     "gpu": [
         ("h100:2x8", "fsdp=16", {}),
+        ("h100:2x8", "fsdp=16", {"head_block": 64}),
         ("h100:2x8", "fsdp=16", {"remat": "full", "attention": "xla"}),
         ("h100:1x8", "fsdp=2,tensor=4", {}),
         ("h100:1x8", "pipe=2,tensor=4", {"remat": "full"}),

@@ -221,3 +221,22 @@ def test_the_smallest_is_the_first_on_which_anything_fits():
     fits = [search(tiny(), size).best is not None for size in sizes[:5]]
     assert least.target == sizes[fits.index(True)] and fits.index(True) > 0
     assert smallest(tiny(), target, more_than=4096) is None
+
+
+def test_a_head_in_blocks_makes_faster_plans_fit():
+    target = "own:1x2,flops=1e14,hbm=20e9,hbm_bandwidth=1e12,link=1e11,network=1e10"
+    settings = ["model.num_layers=2", "batch_size=2", "model.head_block=0"]
+    at_once, found = (
+        search(config_files.load(["llama3_8b"], given, root=Config).config, target)
+        for given in (settings, settings[:2])
+    )
+    assert {c.choice.head_block for c in at_once.candidates} == {None}
+    best = found.best_forecast
+    assert best.fits and best.config.model.head_block == found.best.choice.head_block
+    assert ", head " in found.best.choice.in_parts
+    assert found.best.seconds < at_once.best.seconds
+    # The largest block that fits.
+    whole = dataclasses.replace(found.best.choice, head_block=None)
+    larger = dataclasses.replace(whole, head_block=2 * found.best.choice.head_block)
+    for choice in (whole, larger):
+        assert not found.forecast(dataclasses.replace(found.best, choice=choice)).fits

@@ -6,6 +6,7 @@ None are open. Every way to fill them is forecast by the closed form. Of those t
   sequence      goes with a tensor axis that divides the positions: it takes the least
                 memory, and most of its gathers overlap with products, as sums over
                 devices do not
+  head          in blocks of tokens is compared where its logits are the peak
   microbatches  are as few as fit; in a pipeline the number belongs to the schedule
   the others    take the least memory within CLOSE of the fastest, and of those that
                 are AS_LEAN the fastest wins. A config with full remat trades time for
@@ -30,7 +31,13 @@ from ..program.hardware import CPU, Target
 from .local_target import published_target
 from .predict import Forecast
 from .scenario import Case, make_case
-from .searching.candidates import Choice, choices_on, first_divided
+from .searching.candidates import (
+    Choice,
+    choices_on,
+    first_divided,
+    in_blocks,
+    is_head_open,
+)
 
 if TYPE_CHECKING:
     from ..run.train import Config
@@ -97,7 +104,8 @@ def _plainly(config: "Config", sizes: Mapping[str, int], why: str) -> Chosen:
     # With one device along both axes there is nothing to choose.
     if sizes["tensor"] == 1 and sizes["pipe"] == 1:
         return Chosen(config, found)
-    words = _words(config, found, sizes)
+    if not (words := _words(config, found, sizes)):
+        return Chosen(config, found)
     return Chosen(config, found, f"Chosen: {words}: the plain settings{why}")
 
 
@@ -109,6 +117,7 @@ def _open(config: "Config", sizes: Mapping[str, int]) -> bool:
     )
     return (
         config.num_microbatches is None
+        or is_head_open(config)
         or (config.plan == AUTO and sizes["tensor"] > 1)
         or (sizes["pipe"] > 1 and staged)
     )
@@ -125,8 +134,10 @@ def _candidates(config: "Config", target: Target) -> Iterator[Forecast]:
         return
     for choice in _choices(config, case):
         found = Forecast(make_case(choice.of(case.config), target))
-        yield found
-        if case.pipeline is None and _has_room(found):
+        blocks = in_blocks(choice, found)
+        each = [found, *(forecast for _, forecast in blocks)]
+        yield from each
+        if case.pipeline is None and any(map(_has_room, each)):
             return  # as few microbatches as fit, or all where none does
 
 
@@ -204,6 +215,9 @@ def _words(config: "Config", chosen: "Config", sizes: Mapping[str, int]) -> str:
     if config.num_microbatches is None and num is not None:
         if num > 1 or sizes["pipe"] > 1:
             words.append(f"{num} microbatches")
-    if sizes["tensor"] == 1 and sizes["pipe"] == 1 and num in (None, 1):
+    block: int | None = getattr(chosen.model, "head_block", None)
+    if is_head_open(config) and block:
+        words.append(f"logits of {block} tokens at a time")
+    elif sizes["tensor"] == 1 and sizes["pipe"] == 1 and num in (None, 1):
         return ""
     return ", ".join(words)

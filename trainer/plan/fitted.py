@@ -32,6 +32,7 @@ class Fitted:
         are sharded and blocks are recomputed.
 
     Memory, otherwise:
+      block_logits: arrays of the shape of a block's logits, of a head in blocks.
       loop_devices: a ring over more devices than this is a loop, whose operands are
         stored; a shorter one is unrolled.
 
@@ -61,6 +62,7 @@ class Fitted:
     gradient_passes: float
     gathering_devices: tuple[str, ...] | None
     hidden_sums: float
+    block_logits: int = 2
     stage_streams: int = 4
     split_streams: int = 4
     loop_devices: int = 4
@@ -85,6 +87,7 @@ TPU = Fitted(
     gradient_passes=4,
     gathering_devices=("v5e",),
     hidden_sums=0,
+    block_logits=3,
 )
 GPU = Fitted(
     compiler="XLA of jax-cuda12-plugin 0.10.2 with cuDNN 9.27",

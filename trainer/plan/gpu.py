@@ -26,13 +26,18 @@ class GpuMoments(Moments):
             self.part("weights, transposed", "of all blocks", *self._transposed()),
             self.part("gradients", "of all blocks", blocks),
         )
-        waiting, words = (Values(logits), Values(stream)), "values and gradients"
+        waiting = Values(logits), Values(stream)
+        late = self.part("logits", "gradient, and the head's input", *waiting)
+        if self.case.head_blocks > 1:
+            gradient = Weights("gradients", self.costs.head.weight, self.case.itemsize)
+            late = self.part("gradients", "of the head", gradient)
+        words = "values and gradients"
         streams = Values(stream, self.fitted.block_streams)
         return {
-            "head": (*common, self.logits(), self.gathered_head(), self.head_stream()),
+            "head": (*common, *self.head()),
             "backward": (
                 *common,
-                self.part("logits", "gradient, and the head's input", *waiting),
+                late,
                 self.gathered_block(),
                 self.part("residual stream", f"{words} of one block", streams),
                 self.working(),

@@ -23,6 +23,8 @@ from .arrays import Values, Weights, of_each, total_bytes
 from .scenario import Case, axes_of
 from .sharded import FLOAT32
 
+HEAD = "head"  # the moment
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -120,7 +122,7 @@ class Moments:
         """Returns the moments of a loop over blocks."""
         common = (*self.sums(), self.cast(), *self.kept())
         return {
-            "head": (*common, self.logits(), self.gathered_head(), self.head_stream()),
+            HEAD: (*common, *self.head()),
             "backward": (
                 *common,
                 *self.gradients(),
@@ -154,12 +156,15 @@ class Moments:
         share = 1 / (case.layers if self.late else R)
         stage = Weights("compute", "blocks", size, share)
         logits = Values(self.costs.logits, 1 / case.num_stages)
+        head = (self.part("logits", "of a stage's part", logits),)
+        if case.head_blocks > 1:
+            head = self.block_of_logits()
         words = "outside the blocks, of one microbatch"
         return {
-            "head": (
+            HEAD: (
                 self.stage_weights("outside" if self.late else "all"),
                 *common,
-                self.part("logits", "of a stage's part", logits),
+                *head,
                 self.part("gradients", words, *outside),
             ),
             "backward": (
@@ -259,7 +264,7 @@ class Moments:
         `sequence` only where gathers overlap, or if the head's ring is not a loop.
         """
         case, logits = self.case, Values(self.costs.logits)
-        if not self.repeats_split or self.head_last:
+        if not self.repeats_split or self.head_last or case.head_blocks > 1:
             return ()
         if case.bytes(self.costs.gathered) == case.bytes(self.costs.residual):
             return (self.part("logits", "for the head's gradient", logits),)
@@ -268,6 +273,26 @@ class Moments:
             return ()
         words = "and the head's input, for its gradient"
         return (self.part("logits", words, logits, Values(self.costs.gathered)),)
+
+    def head(self) -> tuple[Part, ...]:
+        """Returns what the head needs beside what blocks keep."""
+        weight, stream = self.gathered_head(), self.head_stream()
+        if self.case.head_blocks == 1:
+            return (self.logits(), weight, stream)
+        return (*self.block_of_logits(), weight, stream)
+
+    def block_of_logits(self) -> tuple[Part, ...]:
+        """Returns what a head in blocks has alive: one block, and gradients."""
+        case, costs = self.case, self.costs
+        num = self.fitted.block_logits / case.head_blocks / case.num_stages
+        logits = Values(costs.logits, num)
+        gradient = Weights("compute", costs.head.weight, FLOAT32)
+        stream = Values(costs.gathered, 1 / case.num_stages)
+        return (
+            self.part("logits", "and their gradient, of one block", logits),
+            self.part("gradients", "of the head, on one device", gradient),
+            self.part("residual stream", "gradient of the head's input", stream),
+        )
 
     def working(self) -> Part:
         """Returns what the largest phase of one block's backward pass has alive."""
@@ -308,7 +333,7 @@ class Moments:
         Over several slices the head's comes last, and logits wait for it.
         """
         blocks = Weights("gradients", "blocks", FLOAT32)
-        if not self.head_last:
+        if not self.head_last or self.case.head_blocks > 1:
             head = Weights("gradients", self.costs.head.weight, FLOAT32)
             return (self.part("gradients", "of blocks and head", blocks, head),)
         logits = Values(self.costs.logits)

@@ -184,6 +184,9 @@ def memory_seconds(case: Case) -> float:
         # Gathered once a microbatch, gradients are added where they are sharded.
         update += times.backwards * fitted.gradient_passes * layers * weights
     head = 3 * times.heads * case.bytes(costs.logits) / case.num_stages
+    if case.head_blocks > 1:  # the gradient of its weight is added up block by block
+        adds = times.heads * case.head_blocks
+        head += 2 * adds * resident("compute", FLOAT32)[costs.head.weight]
     moved = layers * times.forwards * block + head + update
     attention = layers * times.forwards * _unfused_seconds(case)
     return moved / case.target.device.hbm_bandwidth + attention

@@ -87,6 +87,19 @@ class Case:
         return _pipeline_ticks(self.pipeline.schedule)
 
     @property
+    def head_tokens(self) -> int:
+        """Tokens of a microbatch for which a device computes the head."""
+        shape = (self.rows, self.length)
+        ways = self.ways(("batch", "length"), shape) * self.num_stages
+        return math.prod(shape) // ways
+
+    @property
+    def head_blocks(self) -> int:
+        """Into how many blocks the head divides them."""
+        tokens = self.head_tokens
+        return math.ceil(tokens / (self.costs.head_block or tokens))
+
+    @property
     def itemsize(self) -> int:
         """Of the compute dtype."""
         return jnp.dtype(self.config.model.compute_dtype).itemsize  # type: ignore

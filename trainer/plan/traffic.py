@@ -98,7 +98,8 @@ def _gradients(case: Case) -> Iterator[Transfer]:
         itemsize = case.itemsize if is_product else weight.whole.itemsize
         size = each * weight.elements * itemsize
         if is_product:
-            yield _scatter(case, weight.scattered, size)
+            in_loop = path == case.costs.head.weight and case.head_blocks > 1
+            yield _scatter(case, weight.scattered, size, is_product=not in_loop)
         yield _rest(case, weight.scattered, size)
     if not case.costs.table:
         return
@@ -117,8 +118,15 @@ def _rest(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
     return Transfer("all-reduce", rest, size // share, "gradients")
 
 
-def _scatter(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
-    if axes and case.scatters_in_ring(axes):
+def _scatter(
+    case: Case, axes: tuple[str, ...], size: int, *, is_product: bool
+) -> Transfer:
+    """Returns the sum of a gradient over the devices that hold shards of it.
+
+    Args:
+      is_product: whether a product gives it, with which the sum may become a ring.
+    """
+    if axes and is_product and case.scatters_in_ring(axes):
         n = math.prod(case.sizes[axis] for axis in axes)
         return Transfer(PERMUTE, axes, size * (n + 1) // n, "gradients")
     kind = "all-reduce" if axes and case.takes_slice(axes) else "reduce-scatter"

@@ -253,7 +253,7 @@ def _prepare(
         _check_same_arrays(first, example, "from its method `example`")
     try:
         program = build(
-            config.model,
+            settled.model,
             config.exchange.local_optimizer(config.optimizer),
             mesh,
             settled.make_rules(),

@@ -7,6 +7,7 @@
                 MOST_IN_PIPE, where the bubble is small with any number of stages
   schedule      with a pipe: gpipe, 1f1b, interleaved with every number of chunks
   gather        with a pipe, if the config leaves it open
+  head          the loss in blocks of tokens, if it is open and only that makes it fit
 
 Batch and model stay as they are, and so does the sharding plan if it is set; otherwise
 `sequence` goes with a tensor axis that divides the positions. An axis that the sharding
@@ -26,6 +27,8 @@ from ....sharding.plans import AUTO, STANDARD, WITH_SEQUENCE, with_context
 from ....sharding.resolve import Indivisible
 from ...program.hardware import Target
 from ...program.pipelining import Pipelining, divisors
+from ..memory import HEAD
+from ..predict import Forecast
 from ..scenario import Case, make_case
 
 if TYPE_CHECKING:
@@ -35,11 +38,17 @@ REMATS: tuple[Remat, ...] = get_args(Remat)
 SEARCHED = ("pipe", "data", "fsdp", "tensor")
 ONE_CHUNK = ("gpipe", "1f1b")
 MOST_IN_PIPE = 1024
+# Adding up the gradient of the head's weight takes ever more time with smaller blocks.
+LEAST_BLOCK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a search sets in a config; `schedule` is "" without a pipe."""
+    """What a search sets in a config; `schedule` is "" without a pipe.
+
+    Attributes:
+      head_block: tokens of a device whose logits exist at once; None sets nothing.
+    """
 
     mesh: MeshSpec
     plan: str
@@ -48,13 +57,15 @@ class Choice:
     schedule: str = ""
     num_chunks: int = 1
     gather: str = "step"
+    head_block: int | None = None
 
     def of(self, config: "Config") -> "Config":
         """Returns the config with these settings."""
         changed: dict[str, Any] = {}
-        if self.remat is not None:
+        values = {"remat": self.remat, "head_block": self.head_block}
+        if values := {k: v for k, v in values.items() if v is not None}:
             model: Any = config.model
-            changed["model"] = dataclasses.replace(model, remat=self.remat)
+            changed["model"] = dataclasses.replace(model, **values)
         if self.schedule:
             changed["pipeline"] = dataclasses.replace(
                 config.pipeline,
@@ -73,6 +84,11 @@ class Choice:
     @property
     def in_parts(self) -> str:
         """The schedule and its microbatches, in short."""
+        block = f", head {self.head_block}" if self.head_block else ""
+        return self._in_microbatches + block
+
+    @property
+    def _in_microbatches(self) -> str:
         num = self.num_microbatches
         if not self.schedule:
             return f"{num} parts" if num > 1 else "whole"
@@ -163,6 +179,52 @@ def choices_on(config: "Config", case: Case) -> list[Choice]:
         for remat in remats
         for gather in gathers
     ]
+
+
+Forecasts = Iterator[tuple[Choice, Forecast]]
+
+
+def in_blocks(choice: Choice, found: Forecast) -> Forecasts:
+    """Yields smaller and smaller blocks of the head, as long as it needs most memory.
+
+    Args:
+      found: the forecast of the choice, with the logits of all tokens at once.
+    """
+    for block in _blocks(found):
+        if found.memory.peak_moment != HEAD:
+            return
+        choice, found = _with_block(choice, found, block)
+        yield choice, found
+
+
+def in_fitting_blocks(choice: Choice, found: Forecast) -> tuple[Choice, Forecast]:
+    """Returns the largest blocks of the head that fit, or the smallest if none do."""
+    if found.fits or found.memory.peak_moment != HEAD or not (sizes := _blocks(found)):
+        return choice, found
+    least = _with_block(choice, found, sizes[-1])
+    if not least[1].fits:
+        return least
+    larger = (_with_block(choice, found, block) for block in sizes)
+    return next(one for one in larger if one[1].fits)
+
+
+def _blocks(found: Forecast) -> list[int]:
+    """Returns the sizes that blocks of the head may have, the largest first."""
+    tokens, sizes = found.case.head_tokens, []
+    while is_head_open(found.config) and tokens >= 2 * LEAST_BLOCK:
+        tokens //= 2
+        sizes.append(tokens)
+    return sizes
+
+
+def _with_block(choice: Choice, found: Forecast, block: int) -> tuple[Choice, Forecast]:
+    choice = dataclasses.replace(choice, head_block=block)
+    return choice, Forecast(make_case(choice.of(found.config), found.target))
+
+
+def is_head_open(config: "Config") -> bool:
+    """Returns whether the trainer chooses into how many blocks the head is divided."""
+    return getattr(config.model, "head_block", 0) is None
 
 
 def gathers_on(target: Target, pipeline: Pipelining) -> tuple[str, ...]:

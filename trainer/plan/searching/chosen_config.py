@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # Written even where the base has the same value, so that it may change later.
 CHOSEN = re.compile(
-    r"\S+(MeshSpec\.\w+|Pipelining\.\w+|\.(batch_size|plan|remat|num_microbatches)) ="
+    r"\S+(MeshSpec\.\w+|Pipelining\.\w+"
+    r"|\.(batch_size|plan|remat|head_block|num_microbatches)) ="
 )
 
 

@@ -22,7 +22,7 @@ from ...program.hardware import Target, parse_target, sizes_of
 from ..memory import state_parts
 from ..predict import Forecast
 from ..scenario import make_case
-from .candidates import Choice, all_choices
+from .candidates import Choice, all_choices, in_fitting_blocks
 
 if TYPE_CHECKING:
     from ...run.train import Config
@@ -135,6 +135,7 @@ def search(
                 found.append(Candidate(choice, state, None, is_bound=True))
                 continue
             one = Forecast(make_case(choice.of(config), target))
+            choice, one = in_fitting_blocks(choice, one)
             seconds = one.seconds_an_example if one.fits else None
             found.append(Candidate(choice, one.memory.peak, seconds))
             num_fit += one.fits
