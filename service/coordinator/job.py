@@ -92,9 +92,9 @@ class Job:
 
     def join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Takes in a learner; tells it its incarnation."""
-        now = self.now()
-        self.members.check_join(message, now)
-        incarnation = self.members.next_incarnation(message["learner"])
+        now, learner = self.now(), requests.field(message, "learner")
+        self.members.check_join(learner, message.get("owner"), now)
+        incarnation = self.members.next_incarnation(learner)
         self._accept(requests.joined(message, incarnation, now))
         return {
             "incarnation": incarnation,

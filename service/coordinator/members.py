@@ -64,12 +64,11 @@ class Members:
     def current(self, learner: int) -> Member | None:
         return self._live.get(learner)
 
-    def check_join(self, message: Mapping[str, Any], now: float) -> None:
-        """Refuses a learner whose index is taken."""
-        learner, owner = message["learner"], message.get("owner")
-        if not _is_index(learner) or learner >= self._num_learners:
+    def check_join(self, learner: int, owner: Any, now: float) -> None:
+        """Refuses a learner whose index is taken, or is none of this job."""
+        if learner >= self._num_learners:
             raise Refused(
-                f"job {self._job!r}: learner {learner!r} is not in 0.."
+                f"job {self._job!r}: learner {learner} is not in 0.."
                 f"{self._num_learners - 1}; the job was opened for "
                 f"{self._num_learners} learners"
             )
@@ -118,7 +117,3 @@ class Members:
         """Gives everybody time to find a service that restarted."""
         for member in self._live.values():
             member.expires = max(member.expires, until)
-
-
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
