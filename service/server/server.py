@@ -134,7 +134,7 @@ class BlockServer:
         failed = None
         try:
             with contextlib.closing(channel):
-                stream = channel.download("Copy", about, FETCH_SECONDS)
+                stream = channel.download("Copy", about, limit=FETCH_SECONDS)
                 arrived.extend(copying.decode(store, stream))
         except (ConnectionError, Refused) as error:  # the other server is lost, maybe
             failed = f"blocks did not arrive from {source}: {error}"
