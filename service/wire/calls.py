@@ -19,7 +19,7 @@ from . import changes, credentials, messages, tensors
 from .credentials import Tls
 from .errors import Busy, NotLeader, NoUpstream, OldTerm, Refused, Unavailable
 from .messages import Message
-from .silence import Silence
+from .silence import Silence, guarded
 
 Handler = Callable[[Message], Message]
 
@@ -155,8 +155,8 @@ class Channel:
         # An exception of the generator would be lost in a thread of gRPC.
         failed: list[BaseException] = []
         silence = Silence(seconds)
-        guarded = _guarded(stream, failed, silence.moved)
-        call = method.future(guarded, metadata=self._metadata)
+        watched = guarded(stream, failed, silence.moved)
+        call = method.future(watched, metadata=self._metadata)
         silence.watch(call)
         try:
             with self._translating(name, silence):
@@ -313,22 +313,6 @@ def _leader_in(call: grpc.Call) -> str | None:
     """Returns the address of the leader that an answer names."""
     found = [str(v) for k, v in call.trailing_metadata() or () if k == LEADER_KEY]
     return found[0] if found else None
-
-
-def _guarded(
-    stream: Iterator[bytes], failed: list[BaseException], moved: Callable[[], None]
-) -> Iterator[bytes]:
-    """Yields messages; keeps the exception that ended them, for the caller.
-
-    Args:
-      moved: called whenever one was taken.
-    """
-    try:
-        for message in stream:
-            yield message
-            moved()
-    except Exception as error:
-        failed.append(error)
 
 
 def _unary(name: str, handler: Handler, token: str | None) -> Any:

@@ -1,7 +1,8 @@
-"""Ends a stream in which nothing has moved for a while, however long it takes."""
+"""Streams that may take as long as they need, and not stand still for long."""
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 
@@ -45,3 +46,19 @@ class Silence:
     @property
     def _left(self) -> float:
         return max(0.0, self._moved + self.seconds - time.monotonic())
+
+
+def guarded(
+    stream: Iterator[bytes], failed: list[BaseException], moved: Callable[[], None]
+) -> Iterator[bytes]:
+    """Yields messages; keeps the exception that ended them, for the caller.
+
+    Args:
+      moved: called whenever one was taken.
+    """
+    try:
+        for message in stream:
+            yield message
+            moved()
+    except Exception as error:
+        failed.append(error)
