@@ -85,6 +85,17 @@ class Members:
     def next_incarnation(self, learner: int) -> int:
         return self._incarnations.get(learner, 0) + 1
 
+    def is_stranger(self, learner: int, incarnation: int) -> bool:
+        """Returns whether an incarnation is higher than any that has joined.
+
+        Its number will not be given to another one.
+        """
+        is_new = incarnation >= self.next_incarnation(learner)
+        if is_new and 0 <= learner < self._num_learners:
+            self._incarnations[learner] = incarnation
+            return True
+        return False
+
     def add(
         self,
         learner: int,
