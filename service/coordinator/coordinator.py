@@ -13,7 +13,7 @@ from typing import Any
 
 from ..wire.errors import Refused, Unavailable
 from . import disk, requests, status
-from .driver import Driver
+from .driver import Driver, moving
 from .history import make_history
 from .job import Job
 from .log import Log
@@ -107,12 +107,12 @@ class Coordinator:
             jobs = frozenset(message.get("jobs", ()))
             self._servers[name] = Registered(server, beats, jobs)
             missing = self._num_servers - len(self._servers)
-            drivers = list(self._drivers.values())
+            # With the lock: `watch` may be about to say that the one before is lost.
+            for group in moving(self._drivers.values()):
+                if known is not None:  # started again: what it held is gone
+                    group.note(name, None)
+                group.note(name, server)
             self._changed.notify_all()
-        for group in (d.job.servers for d in drivers if d.job.spec.copies > 1):
-            if known is not None:  # started again: what it held is gone
-                group.note(name, None)
-            group.note(name, server)
         if known is not None and known.server.address != address:
             known.server.mark_lost()  # ends calls that nobody will answer
         if known is None:
@@ -236,12 +236,8 @@ class Coordinator:
         with self._changed:
             drivers = dict(self._drivers)
         wanted = {n: d for n, d in drivers.items() if message.get("job", n) == n}
-        return {
-            "jobs": {
-                name: driver.ask("clean", message, CLEAN_SECONDS)
-                for name, driver in wanted.items()
-            }
-        }
+        jobs = {n: d.ask("clean", message, CLEAN_SECONDS) for n, d in wanted.items()}
+        return {"jobs": jobs}
 
     # What the process around it does.
 
@@ -267,12 +263,13 @@ class Coordinator:
             drivers = list(self._drivers.values())
             groups = [driver.job.servers for driver in drivers]
             lost = self._servers.take_lost(self._clock(), groups)
+            for group in moving(self._drivers.values()):
+                for name in lost:
+                    group.note(name, None)
         for name, (server, reason) in lost.items():
             self._say(reason, "server_lost", server=name)
             for driver in drivers:
-                if driver.job.spec.copies > 1:
-                    driver.job.servers.note(name, None)
-                elif name in driver.job.servers.names:
+                if driver.job.spec.copies == 1 and name in driver.job.servers.names:
                     driver.fail(reason)
                     self._fail(f"{driver.job.board.failure}")
             server.mark_lost()  # last, so that this is the reason

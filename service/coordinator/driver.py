@@ -11,7 +11,7 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..store.store import Deposed
@@ -21,7 +21,7 @@ from .cleaning import Cleaner
 from .job import Job
 from .log import Entry
 from .moving import Moving
-from .servers import BlocksLost, ServerLost
+from .servers import BlocksLost, ServerGroup, ServerLost
 from .status import Watched
 
 # How often leases are looked at if nothing happens.
@@ -82,6 +82,12 @@ def _record(job: Job, entries: list[Entry], saved: int) -> None:
             job.around.say("", kind.lower(), **event)
     if job.saved > saved:
         job.around.say("", "checkpoint", version=job.saved)
+
+
+def moving(drivers: Iterable["Driver"]) -> list[ServerGroup]:
+    """Returns the servers of the jobs that go on when one of them is lost."""
+    jobs = (driver.job for driver in drivers)
+    return [job.servers for job in jobs if job.spec.copies > 1]
 
 
 class Driver:

@@ -92,9 +92,9 @@ class Job:
 
     def join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Takes in a learner; tells it its incarnation."""
-        now = self.now()
-        self.members.check_join(message, now)
-        incarnation = self.members.next_incarnation(message["learner"])
+        now, learner = self.now(), requests.field(message, "learner")
+        self.members.check_join(learner, message.get("owner"), now)
+        incarnation = self.members.next_incarnation(learner)
         self._accept(requests.joined(message, incarnation, now))
         return {
             "incarnation": incarnation,
@@ -180,6 +180,9 @@ class Job:
         now, seconds = self.now(), self.around.settings.lease_seconds
         self.servers.take_notes()
         for (learner, incarnation), when in self.board.take_heard().items():
+            if self.members.is_stranger(learner, incarnation):
+                reason = "the service has no record of it; was its folder removed?"
+                self._places.leave(learner, incarnation, f"{reason} Join again")
             self.members.hear(learner, incarnation, when)
         if self._polled is not None and now - self._polled > seconds / 2:
             self.members.extend(now + seconds)  # this process may have been paused

@@ -64,12 +64,11 @@ class Members:
     def current(self, learner: int) -> Member | None:
         return self._live.get(learner)
 
-    def check_join(self, message: Mapping[str, Any], now: float) -> None:
-        """Refuses a learner whose index is taken."""
-        learner, owner = message["learner"], message.get("owner")
-        if not _is_index(learner) or learner >= self._num_learners:
+    def check_join(self, learner: int, owner: Any, now: float) -> None:
+        """Refuses a learner whose index is taken, or is none of this job."""
+        if learner >= self._num_learners:
             raise Refused(
-                f"job {self._job!r}: learner {learner!r} is not in 0.."
+                f"job {self._job!r}: learner {learner} is not in 0.."
                 f"{self._num_learners - 1}; the job was opened for "
                 f"{self._num_learners} learners"
             )
@@ -85,6 +84,17 @@ class Members:
 
     def next_incarnation(self, learner: int) -> int:
         return self._incarnations.get(learner, 0) + 1
+
+    def is_stranger(self, learner: int, incarnation: int) -> bool:
+        """Returns whether an incarnation is higher than any that has joined.
+
+        Its number will not be given to another one.
+        """
+        is_new = incarnation >= self.next_incarnation(learner)
+        if is_new and 0 <= learner < self._num_learners:
+            self._incarnations[learner] = incarnation
+            return True
+        return False
 
     def add(
         self,
@@ -118,7 +128,3 @@ class Members:
         """Gives everybody time to find a service that restarted."""
         for member in self._live.values():
             member.expires = max(member.expires, until)
-
-
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -52,8 +52,10 @@ def left(member: Member, reason: str, now: float, *, failed: bool) -> Body:
     return {"event": event.to_json()}
 
 
-def contributed(message: Mapping[str, Any], now: float) -> Body:
+def contributed(message: Any, now: float) -> Body:
     """Returns the entry of a contribution; refuses one that makes no sense."""
+    if not isinstance(message, Mapping):
+        raise Refused(f"a contribution is {message!r}, expected an object")
     learner, round = field(message, "learner"), field(message, "round", 1)
     what = f"learner {learner}, round {round}"
     try:

@@ -19,10 +19,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .history import History
 
+CHUNK = 1 << 20
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -52,10 +53,20 @@ class RowFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self._size: int | None = None  # as this process has left it
 
     def append(self, row: Mapping[str, Any]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(_line(row))
+        data = _line(row).encode()
+        with open(self.path, "ab") as file:
+            file.write(data)
+        if self._size is not None:
+            self._size += len(data)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody but this process has changed the file since `restore`."""
+        found = self.path.stat().st_size if self.path.exists() else 0
+        return self._size == found
 
     def sync(self) -> None:
         """Waits until all rows are on disk."""
@@ -77,18 +88,21 @@ class RowFile:
         Args:
           kept: the number of rows that come before; they are nowhere else.
         """
-        found = self.path.read_bytes() if self.path.exists() else b""
-        lines = found.split(b"\n", kept)
-        if len(lines) <= kept:
-            raise ValueError(
-                f"{self.path} has {len(lines) - 1} rows, expected at least {kept}, "
-                "which are not in the log any more. Restore the file from a copy, or "
-                "start the job under another name."
-            )
-        text = found[: len(found) - len(lines[-1])]
-        text += "".join(map(_line, rows)).encode()
-        if not self.path.exists() or found != text:
-            _replace(self.path, text.decode())
+        data = "".join(map(_line, rows)).encode()
+        is_new = not self.path.exists()
+        with open(self.path, "a+b") as file:
+            begin = _end_of_rows(file, kept)
+            file.seek(begin)
+            # What is there may be long: only what follows is read at once.
+            if file.read(len(data) + 1) != data:
+                # These rows are in the log, if this is cut short.
+                file.truncate(begin)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        if is_new:
+            _sync_folder(self.path.parent)
+        self._size = begin + len(data)
 
 
 class RunFiles:
@@ -130,8 +144,10 @@ class RunFiles:
 
     def make_durable(self, history: History) -> None:
         """Makes sure that the files have all of the log, and are on disk."""
-        self.restore(history)
-        for file in (self.commits, self.metrics, self.eval, self._abandoned):
+        files = self.commits, self.metrics, self.eval, self._abandoned
+        if not all(file.is_untouched for file in files[:3]):
+            self.restore(history)
+        for file in files:
             file.sync()
 
     def write_final(
@@ -168,7 +184,34 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _end_of_rows(file: BinaryIO, num: int) -> int:
+    """Returns where the first rows of a file end; refuses one that has fewer."""
+    file.seek(0)
+    end = found = 0
+    while found < num:
+        part = file.read(CHUNK)
+        if not part:
+            raise ValueError(
+                f"{file.name} has {found} rows, expected at least {num}, which are "
+                "not in the log any more. Restore the file from a copy, or start the "
+                "job under another name."
+            )
+        count = part.count(b"\n")
+        if found + count < num:
+            found, end = found + count, end + len(part)
+            continue
+        at = -1
+        for _ in range(num - found):
+            at = part.index(b"\n", at + 1)
+        return end + at + 1
+    return end
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)  # makes the rename itself durable
     finally:

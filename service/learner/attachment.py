@@ -6,6 +6,7 @@ already is not counted twice.
 """
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,15 +58,23 @@ class Attachment:
         if mover is not None:
             mover.close()
 
-    def initialize(self, push: Callable[[], int]) -> None:
+    def initialize(self, push: Callable[[int], int]) -> None:
         """Pushes the initial parameters in every process, until the job has them.
 
         A server that was started again meanwhile, or has come, does not have them.
+
+        Args:
+          push: told the number of this attempt, which stands for the incarnation: what
+            others have left of theirs, perhaps on another mesh, is not mixed with it.
         """
         for _ in range(MAX_MOVES):
+            attempt = in_all(
+                *(self._group, "initial parameters", dict),
+                lambda _: {"number": 1 + secrets.randbits(40)},
+            )
             answer = in_all(
                 *(self._group, "initial parameters"),
-                lambda: {"bytes": push()},
+                lambda number=attempt["number"]: {"bytes": push(number)},
                 lambda _: self._client.initialized(),
             )
             if answer["state"] == "ok":

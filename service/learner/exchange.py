@@ -155,7 +155,12 @@ class Exchange:
         """Sends the parameters of version 0, again if the servers have lost them."""
         arrays = self._parameters.of(initial())
         pieces, _ = Compressor(PLAIN, self._layout).contribution(arrays)
-        self._attached.initialize(lambda: self._push(pieces, 0))
+
+        def push(number: int) -> int:
+            with _rejoining():
+                return self._push(pieces, 0, incarnation=number)
+
+        self._attached.initialize(push)
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Leaves the job, `failed` if the data of this round may be the reason."""
@@ -353,10 +358,12 @@ class Exchange:
         known = base if self._pulls_changes else None
         return self._attached.mover.pull(version, buffers, fragment, known)
 
-    def _push(self, sent: Sequence[Piece], round: int) -> int:
+    def _push(
+        self, sent: Sequence[Piece], round: int, *, incarnation: int | None = None
+    ) -> int:
         assert self._attached.mover is not None
-        learner = self._client.learner
-        return self._attached.mover.push(sent, learner, self._incarnation, round)
+        who = self._client.learner, incarnation or self._incarnation
+        return self._attached.mover.push(sent, *who, round)
 
 
 @contextlib.contextmanager

@@ -2,23 +2,27 @@
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ..blocks.dtypes import dtype_of
 from ..blocks.layout import Layout
 from ..blocks.pieces import pieces
 from ..wire.changes import Wanted
 from ..wire.errors import NotHere, Refused, Unavailable
+from ..wire.tensors import Packed, Sent
 from .servers import Servers
 from .shards import Host, Piece
 
 # A stream that breaks is repeated: pieces and reads are idempotent.
 ATTEMPTS, PAUSE_SECONDS = 4, 0.5
+# After a break it goes on with what was not in a stream that came to its end.
+STREAM_BYTES = 64 << 20
 # Where blocks have copies: until the coordinator has noticed a loss, and moved on.
 MOVE_SECONDS = 45.0
 LOOK_SECONDS = 1.0  # how often the coordinator is asked while a server does not answer
 MAX_SERVERS = 1024  # threads are started as needed
+Item = TypeVar("Item")
 
 
 class Mover:
@@ -75,13 +79,16 @@ class Mover:
           The bytes sent.
         """
         parts = list(sent_pieces)
-        nbytes, retries = 0, _Retries(self._servers)
+        counts, retries = [], _Retries(self._servers)
 
-        def send(server: str, parts: Sequence[Piece]) -> int:
-            sent = ((p.block, p.slab, p.start, p.array) for p in parts)
-            channel = self._servers.channel(server)
+        def send(server: str, parts: Sequence[Piece]) -> None:
+            channel, done = self._servers.channel(server), self._pushed[1]
             self._reached("push")
-            return channel.push(self._job, learner, incarnation, round, sent)["bytes"]
+            for part in _divided(parts, lambda piece: _size(piece.array)):
+                sent = ((p.block, p.slab, p.start, p.array) for p in part)
+                answer = channel.push(self._job, learner, incarnation, round, sent)
+                counts.append(answer["bytes"])
+                done.update((server, p.block, p.slab, p.start) for p in part)
 
         while True:
             placement, targets = self._servers.where()
@@ -96,12 +103,11 @@ class Mover:
                         todo.setdefault(name, []).append(piece)
             if not todo:
                 self.epoch = placement.epoch
-                return nbytes
+                return sum(counts)
+            before = len(done)
             found = self._at_all(send, todo)
-            for name, count in found.items():
-                if not isinstance(count, Exception):
-                    done.update((name, p.block, p.slab, p.start) for p in todo[name])
-                    nbytes += count
+            if len(done) > before:
+                retries = _Retries(self._servers)  # what is slow may break off often
             retries.after(found.values(), placement.epoch)
 
     def pull(
@@ -120,15 +126,20 @@ class Mover:
         """
         wanted = self._wanted(buffers, fragment, base or {})
         tried = dict.fromkeys(wanted, 0)
-        nbytes, retries = 0, _Retries(self._servers)
+        counts, retries = [], _Retries(self._servers)
 
-        def receive(server: str, blocks: Sequence[int]) -> int:
+        def receive(server: str, blocks: Sequence[int]) -> None:
             channel = self._servers.channel(server)
-            parts = [part for block in blocks for part in wanted[block]]
-            if base:
-                return channel.pull_changes(self._job, version, parts)
-            into = {(w.leaf, w.box): w.into for w in parts}
-            return channel.pull(self._job, version, list(into), into)
+            for part in _divided(blocks, lambda block: _bytes_of(wanted[block])):
+                boxes = [box for block in part for box in wanted[block]]
+                if base:
+                    count = channel.pull_changes(self._job, version, boxes)
+                else:
+                    into = {(w.leaf, w.box): w.into for w in boxes}
+                    count = channel.pull(self._job, version, list(into), into)
+                counts.append(count)
+                for block in part:
+                    del tried[block]
 
         while tried:
             placement, targets = self._servers.where()
@@ -136,22 +147,21 @@ class Mover:
             for block, times in tried.items():
                 names = targets[block]
                 todo.setdefault(names[times % len(names)], []).append(block)
+            before = len(tried)
             found = self._at_all(receive, todo)
-            errors: list[int | Exception] = []
-            for name, count in found.items():
-                if not isinstance(count, Exception):
-                    nbytes += count
-                    for block in todo[name]:
-                        del tried[block]
-                    continue
-                for block in todo[name]:
+            if len(tried) < before:
+                retries = _Retries(self._servers)
+            errors: list[Exception] = []
+            for name, error in found.items():
+                left = [block for block in todo[name] if block in tried]
+                for block in left:
                     tried[block] += 1
                 # One that shall hold a block may not have it yet, one may be lost.
-                if any(tried[b] % len(targets[b]) == 0 for b in todo[name]):
-                    errors.append(count)
+                if error and any(tried[b] % len(targets[b]) == 0 for b in left):
+                    errors.append(error)
             retries.after(errors, placement.epoch)
         self._pulled |= dict.fromkeys(wanted, version)
-        return nbytes
+        return sum(counts)
 
     def _wanted(
         self, buffers: Host, fragment: int | None, base: Host
@@ -174,10 +184,10 @@ class Mover:
 
     def _at_all(
         self,
-        work: Callable[[str, Any], int],
+        work: Callable[[str, Any], None],
         todo: Mapping[str, Any],
-    ) -> dict[str, int | Exception]:
-        """Calls servers at once; returns what each has answered, or why it has not."""
+    ) -> dict[str, Exception | None]:
+        """Calls servers at once; returns why it has not worked with each, if so."""
         futures = {
             name: self._threads.submit(work, name, parts)
             for name, parts in todo.items()
@@ -202,7 +212,7 @@ class _Retries:
         self._servers = servers
         self._attempt, self._began = 0, time.monotonic()
 
-    def after(self, outcomes: Iterable[int | Exception], epoch: int) -> None:
+    def after(self, outcomes: Iterable[Exception | None], epoch: int) -> None:
         """Returns when to try again what failed; raises the error if that is over.
 
         Args:
@@ -230,7 +240,31 @@ class _Retries:
         time.sleep(PAUSE_SECONDS * min(self._attempt, ATTEMPTS - 1))
 
 
-def _outcome(future: concurrent.futures.Future[int]) -> int | Exception:
+def _divided(
+    items: Sequence[Item], size: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Yields items in order, as many at a time as STREAM_BYTES, or one."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        if part and total + size(item) > STREAM_BYTES:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size(item)
+    if part:
+        yield part
+
+
+def _size(array: Sent) -> int:
+    return array.data.nbytes if isinstance(array, Packed) else array.nbytes
+
+
+def _bytes_of(boxes: Iterable[Wanted]) -> int:
+    return sum(box.into.nbytes for box in boxes)
+
+
+def _outcome(future: concurrent.futures.Future[None]) -> Exception | None:
     try:
         return future.result()
     except Refused as error:

@@ -103,10 +103,10 @@ class MergedJob:
 
     def initialize(self, learner: int) -> None:
         """Passes on the initial parameters that a learner has sent here."""
-        key = (learner, 0, 0)
-        if self.staging.get(key) is not None:
-            self._push(key, {key: 1.0}, range(len(self.layout.blocks)))
-            self.staging.clear(round=0)
+        for key in self.staging.keys():
+            if (key[0], key[2]) == (learner, 0):
+                self._push(key, {key: 1.0}, range(len(self.layout.blocks)))
+                self.staging.clear(round=0)
 
     def hear(self, learner: int, incarnation: int) -> None:
         with self._changed:

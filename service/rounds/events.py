@@ -203,6 +203,8 @@ def from_json(data: dict[str, Any]) -> Event | Decision:
         raise ValueError(
             f"kind {kind!r} is not an event or decision; expected {', '.join(_KINDS)}"
         )
+    if cls is Left:
+        fields.setdefault("failed", True)  # of an older log, in which all have
     names = {field.name for field in dataclasses.fields(cls)}
     if wrong := names ^ set(fields):
         raise ValueError(f"{kind}: fields {sorted(wrong)} are missing or unknown")

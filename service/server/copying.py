@@ -9,8 +9,7 @@ For each block there is a JSON message that says what follows, and then the byte
 """
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import google_crc32c
@@ -43,22 +42,8 @@ def fetch(
       message: says which blocks, see BlockServer.copy.
     """
     with contextlib.closing(channel):
-        stream = channel.download("Copy", message, FETCH_SECONDS)
-        yield from decode(store, _ending(stream, channel.close))
-
-
-def _ending(stream: Iterator[bytes], end: Callable[[], None]) -> Iterator[bytes]:
-    """Yields messages; ends the call if the next one takes too long to come."""
-    while True:
-        timer = threading.Timer(SILENT_SECONDS, end)
-        timer.start()
-        try:
-            message = next(stream, None)
-        finally:
-            timer.cancel()
-        if message is None:
-            return
-        yield message
+        stream = channel.download("Copy", message, SILENT_SECONDS, limit=FETCH_SECONDS)
+        yield from decode(store, stream)
 
 
 def encode(store: BlockStore, version: int, blocks: Sequence[int]) -> Iterator[bytes]:

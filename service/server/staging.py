@@ -292,14 +292,21 @@ class Staging:
             staged.stage(block, slab, start, array)
 
     def made(self, key: Key) -> Staged | None:
-        """Returns a contribution, made if it is new; None if it was dropped."""
+        """Returns a contribution, made if it is new; None if it was dropped.
+
+        New initial parameters (round 0) replace others, which whoever sends them did
+        not complete.
+        """
         with self._lock:
             if key[2] <= self._dropped.get(key[:2], -1):
                 return None
             if key not in self._staged:
+                gone = [k for k in self._staged if key[2] == k[2] == 0]
                 self._staged[key] = Staged(
                     self.describe(key), self._layout, self._accepted, self._pool
                 )
+                for old in gone:
+                    self._staged.pop(old).release()
             return self._staged[key]
 
     def check(self, key: Key, block: int, slab: int, box: Box, dtype: np.dtype) -> None:

@@ -27,6 +27,7 @@ from .errors import (
     Unavailable,
 )
 from .messages import Message
+from .silence import Silence, guarded
 
 Handler = Callable[[Message], Message]
 
@@ -34,6 +35,8 @@ SERVICE = "meshloom"
 LEADER_KEY = "leader"  # in the metadata of an answer: who leads instead
 # Chunks of tensors have 512 KiB. The spec of a job has some 50 bytes for each block.
 MAX_MESSAGE = 64 << 20
+# A stream may take as long as it needs, but may not stand still for so long.
+SILENT_SECONDS = 120.0
 # Connections that are silent are asked for a sign of life, so that a partition is
 # noticed; a server allows it as often as clients do it.
 OPTIONS = (
@@ -129,7 +132,7 @@ class Channel:
     """Calls one server. Threads can share it; processes cannot (never fork with one).
 
     Every method raises Refused if the other side said no, and Unavailable if it gave no
-    answer within the deadline.
+    answer within `seconds`; of a stream, if nothing has moved for so long.
     """
 
     def __init__(self, address: str, token: str | None = None, tls: Tls | None = None):
@@ -153,32 +156,49 @@ class Channel:
             return messages.decode(answer)
 
     def upload(
-        self, name: str, stream: Iterator[bytes], seconds: float = 300.0
+        self, name: str, stream: Iterator[bytes], seconds: float = SILENT_SECONDS
     ) -> Message:
         """Sends a stream of messages and returns the answer."""
         method = self._channel.stream_unary(f"/{SERVICE}/{name}")
         # An exception of the generator would be lost in a thread of gRPC.
         failed: list[BaseException] = []
-        guarded = _guarded(stream, failed)
+        silence = Silence(seconds)
+        watched = guarded(stream, failed, silence.moved)
+        call = method.future(watched, metadata=self._metadata)
+        silence.watch(call)
         try:
-            with self._translating(name):
-                answer = method(guarded, timeout=seconds, metadata=self._metadata)
-                return messages.decode(answer)
+            with self._translating(name, silence):
+                return messages.decode(call.result())
         finally:
+            silence.close()
+            call.cancel()  # if this thread was interrupted
             if failed:
                 raise failed[0]
 
     def download(
-        self, name: str, message: Message, seconds: float = 300.0
+        self,
+        name: str,
+        message: Message,
+        seconds: float = SILENT_SECONDS,
+        limit: float | None = None,
     ) -> Generator[bytes, None, None]:
-        """Sends a message and yields the messages of the answer."""
+        """Sends a message and yields the messages of the answer.
+
+        Args:
+          limit: on the seconds of all of it, if there is one.
+        """
         method = self._channel.unary_stream(f"/{SERVICE}/{name}")
         data = messages.encode(message)
-        stream = method(data, timeout=seconds, metadata=self._metadata)
+        stream = method(data, timeout=limit, metadata=self._metadata)
+        silence = Silence(seconds)
+        silence.watch(stream)
         try:
-            with self._translating(name):
-                yield from stream
+            with self._translating(name, silence):
+                for part in stream:
+                    silence.moved()
+                    yield part
         finally:
+            silence.close()
             stream.cancel()
 
     def push(
@@ -188,7 +208,7 @@ class Channel:
         incarnation: int,
         round: int,
         pieces: Iterable[tuple[int, int, Sequence[int], tensors.Sent]],
-        seconds: float = 300.0,
+        seconds: float = SILENT_SECONDS,
     ) -> Message:
         """Sends pieces of a contribution; returns {"bytes": their number}.
 
@@ -213,7 +233,7 @@ class Channel:
         version: int,
         boxes: Sequence[tuple[int, Box]],
         into: Into,
-        seconds: float = 300.0,
+        seconds: float = SILENT_SECONDS,
     ) -> int:
         """Reads parameters of a version; returns the number of bytes.
 
@@ -236,7 +256,7 @@ class Channel:
         job: str,
         version: int,
         wanted: Sequence[changes.Wanted],
-        seconds: float = 300.0,
+        seconds: float = SILENT_SECONDS,
     ) -> int:
         """Reads boxes of a version, as changes if possible; returns the bytes."""
         message = {"job": job, "version": version, **changes.request(wanted)}
@@ -248,11 +268,19 @@ class Channel:
         self._channel.close()
 
     @contextlib.contextmanager
-    def _translating(self, name: str) -> Iterator[None]:
+    def _translating(self, name: str, silence: Silence | None = None) -> Iterator[None]:
         """Turns the status of a call into Refused or Unavailable."""
         try:
             yield
-        except grpc.RpcError as error:
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            if silence is not None and silence.is_over:
+                raise Unavailable(
+                    f"{self.address}: no answer to {name} in time: nothing has moved "
+                    f"for {silence.seconds:g} s"
+                ) from error
+            if isinstance(error, grpc.FutureCancelledError):
+                text = f"{self.address}: no answer to {name} (it was cancelled)"
+                raise Unavailable(text) from error
             assert isinstance(error, grpc.Call)
             details, code = error.details() or "", error.code()
             if code == grpc.StatusCode.FAILED_PRECONDITION:
@@ -295,14 +323,6 @@ def _leader_in(call: grpc.Call) -> str | None:
     """Returns the address of the leader that an answer names."""
     found = [str(v) for k, v in call.trailing_metadata() or () if k == LEADER_KEY]
     return found[0] if found else None
-
-
-def _guarded(stream: Iterator[bytes], failed: list[BaseException]) -> Iterator[bytes]:
-    """Yields messages; keeps the exception that ended them, for the caller."""
-    try:
-        yield from stream
-    except Exception as error:
-        failed.append(error)
 
 
 def _unary(name: str, handler: Handler, token: str | None) -> Any:

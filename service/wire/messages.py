@@ -27,12 +27,13 @@ def decode(sealed: bytes) -> Message:
     for anything but a JSON object with a checksum.
     """
     data, newline, seal = sealed[:-_END], sealed[-_END : 1 - _END], sealed[1 - _END :]
-    if newline != b"\n":
+    crc = b"%08x" % google_crc32c.value(data)
+    if newline != b"\n" and crc != seal:
         raise Refused(
             f"message of {len(sealed)} bytes: it has no checksum; do both sides have "
             "the same version of meshloom?"
         )
-    if (crc := b"%08x" % google_crc32c.value(data)) != seal:
+    if newline != b"\n" or crc != seal:
         raise Unavailable(
             f"message of {len(sealed)} bytes: it is damaged: CRC32C {crc.decode()}, "
             f"expected {seal!r}; send it again"

@@ -13,7 +13,7 @@ import google_crc32c
 import numpy as np
 
 from . import messages as messages_lib
-from .calls import Channel
+from .calls import SILENT_SECONDS, Channel
 from .errors import Refused, Unavailable
 from .tensors import CHUNK
 
@@ -26,7 +26,7 @@ def push(
     about: Mapping[str, Any],
     ids: np.ndarray,
     values: np.ndarray,
-    seconds: float = 300.0,
+    seconds: float = SILENT_SECONDS,
 ) -> int:
     """Sends values of rows as a part of a contribution; returns their bytes.
 
@@ -44,7 +44,7 @@ def pull(
     version: int,
     ids: np.ndarray,
     since: int | None = None,
-    seconds: float = 300.0,
+    seconds: float = SILENT_SECONDS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns rows of a version, and which of `ids` (positions) they are.
 

@@ -1,8 +1,10 @@
-"""Streams of arrays: for each a JSON header, its bytes, and their CRC32C.
+"""Streams of arrays: for each a JSON header, its bytes, and CRC32Cs of both.
 
-    length of the header (4 bytes) | header | bytes | CRC32C (4 bytes), little-endian
+    length of the header (4 bytes) | header | CRC32C (4) | bytes | CRC32C (4)
 
-The checksum is that of the header and the bytes; who gets another one asks again.
+Little-endian. The first checksum is that of all before it, so that nothing is made of a
+header that is damaged; the second one goes on with the bytes. Who gets another one asks
+again.
 The header has the array's place, shape, dtype and number of bytes, and its codec if the
 bytes are those of a packed array (codecs.py). The messages of a stream are these bytes
 cut anywhere, so small arrays share a message. An array counts once all of its bytes
@@ -97,8 +99,9 @@ def _parts(arrays: Iterable[tuple[Place, Any, Sent]]) -> Iterator[Any]:
             "nbytes": flat.size,
         }
         text = json.dumps(header).encode()
-        yield _NUMBER.pack(len(text)) + text
+        text = _NUMBER.pack(len(text)) + text
         crc = google_crc32c.value(text)
+        yield text + _NUMBER.pack(crc)
         # In chunks, so that the first one is under way before the last is checksummed.
         for first in range(0, flat.size, CHUNK):
             chunk = flat[first : first + CHUNK]
@@ -124,10 +127,10 @@ def decode(
     total = 0
     stream = _Stream(messages)
     while not stream.is_over():
-        text = _header_text(stream)
+        text, crc = _header_text(stream)
         header = parse_header(text, places)
         array = target(header)
-        _receive(header, array, stream, google_crc32c.value(text))
+        _receive(header, array, stream, crc)
         done(header, array)
         total += header.nbytes
     return total
@@ -244,23 +247,25 @@ class _Stream:
         return found
 
 
-def _header_text(stream: _Stream) -> bytes:
+def _header_text(stream: _Stream) -> tuple[bytes, int]:
+    """Returns a header as it was sent, and the checksum of it and its length."""
     prefix = stream.read(_NUMBER.size)
     size = _NUMBER.unpack(prefix)[0] if len(prefix) == _NUMBER.size else 0
     text = stream.read(size) if 0 < size <= _MAX_HEADER else b""
-    if not size or len(text) != size:
-        raise Refused(
-            f"header of a piece: {len(text)} of {size} bytes; expected 1 to "
-            f"{_MAX_HEADER}. Have both sides the same version of meshloom?"
+    crc = google_crc32c.value(prefix + text)
+    if not size or stream.read(_NUMBER.size) != _NUMBER.pack(crc):
+        raise Unavailable(
+            f"header of a piece is damaged: {len(text)} of {size} bytes, CRC32C "
+            f"{crc:08x}; send it again"
         )
-    return text
+    return text, crc
 
 
 def _receive(header: Header, array: np.ndarray, stream: _Stream, crc: int) -> None:
     """Copies the bytes of one array to their place, and compares the checksum.
 
     Args:
-      crc: of the header.
+      crc: of what came before.
     """
     assert array.flags.c_contiguous and array.nbytes == header.nbytes
     flat = array.reshape(-1).view(np.uint8)

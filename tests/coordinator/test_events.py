@@ -20,7 +20,10 @@ def test_who_came_and_went_is_recorded_once(make_house):
         ("joined", {"learner": 0, "incarnation": 1}),
         ("joined", {"learner": 1, "incarnation": 1}),
         ("checkpoint", {"version": 2}),
-        ("left", {"learner": 1, "incarnation": 1, "reason": "signal 9"}),
+        (
+            "left",
+            {"learner": 1, "incarnation": 1, "reason": "signal 9", "failed": False},
+        ),
     ]
     assert house.events == expected
     house.start()  # takes all of it up again

@@ -229,3 +229,19 @@ def test_evaluations_are_written_with_the_time(make_house):
     assert rows(house, "eval.jsonl") == [{"step": 3, "loss": 2.5, "time": 100.0}]
     with pytest.raises(Refused, match="expected an object with an integer step"):
         house.ask("report", row={"loss": 2.5})
+
+
+def test_a_learner_of_another_log_is_told_to_join_again(make_house):
+    """Rather than to wait for ever, for the turn of somebody who has not joined."""
+    house = make_house()
+    house.start()
+    join_all(house, 1)
+    house.initialize()
+    house.job.board.hear(1, 7, house.time)
+    house.pass_time(1)
+    told = house.next(1, 7, 0)
+    assert told["state"] == "left" and "was its folder removed? Join" in told["reason"]
+    assert house.ask("join", learner=1, owner="x")["incarnation"] == 8
+    house.pass_time(1)
+    assert house.next(1, 8, 0)["state"] == "go"
+    assert house.next(1, 7, 0)["state"] == "left"

@@ -284,5 +284,7 @@ def test_wrong_input_is_refused():
         Contributed(0.0, 0, 1, 1, 0, float("nan"), 1)
     with pytest.raises(ValueError, match="kind 'Jumped' is not an event or decision"):
         events.from_json({"kind": "Jumped"})
+    old = {"kind": "Left", "time": 0.0, "learner": 1, "incarnation": 2, "reason": ""}
+    assert events.from_json(old) == Left(0.0, 1, 2, "", failed=True)
     with pytest.raises(ValueError, match=r"Tick: fields \['when'\] are missing or unk"):
         events.from_json({"kind": "Tick", "time": 0.0, "when": 1})

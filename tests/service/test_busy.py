@@ -12,8 +12,8 @@ from meshloom.service.rounds.policy import make_policy
 from meshloom.service.server.store import BlockStore
 from meshloom.service.wire.errors import Unavailable
 
-ROUNDS = 3
-SAVE_SECONDS = 1.5
+ROUNDS = 2
+SAVE_SECONDS = 0.8
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_what_is_not_a_json_object_is_refused(connect, data, message):
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore
 
 
-@pytest.mark.parametrize("position", [4, -4])
+@pytest.mark.parametrize("position", [4, -9, -4])
 def test_a_message_with_a_flipped_bit_is_not_taken(connect, position):
     """Neither by who is asked, nor by who gets the answer; both can try again."""
     data = bytearray(messages.encode({"weight": 8}))
@@ -218,6 +218,56 @@ def test_every_call_has_a_deadline():
     is_over.set()
     channel.close()
     server.close(0)
+
+
+BIG = bytes(1 << 20)  # more than a connection holds on the way
+
+
+def slowly(messages, seconds=0.1):
+    """Passes messages on as over a slow line."""
+    for message in messages:
+        time.sleep(seconds)
+        yield message
+
+
+@pytest.fixture
+def slow():
+    """A channel to a server that takes and gives 12 messages in 1.2 s, or stops."""
+
+    def take(messages):
+        return {"sizes": [len(message) for message in slowly(messages)]}
+
+    def stop(messages):
+        return {"x": [next(messages), is_over.wait(20)]}
+
+    def give(message):
+        yield from slowly([BIG] * message["num"])
+        is_over.wait(20 if message["stops"] else 0)
+
+    is_over = threading.Event()
+    streams = {"Take": Upload(take), "Stop": Upload(stop), "Give": Download(give)}
+    server = Server(LOOPBACK, {}, streams)
+    channel = Channel(f"127.0.0.1:{server.port}")
+    yield channel
+    is_over.set()
+    channel.close()
+    server.close(0)
+
+
+def test_a_stream_may_take_longer_than_a_call(slow):
+    assert slow.upload("Take", iter([BIG] * 12), 0.8) == {"sizes": [len(BIG)] * 12}
+    found = slow.download("Give", {"num": 12, "stops": False}, 0.8)
+    assert [len(message) for message in found] == [len(BIG)] * 12
+
+
+def test_a_stream_in_which_nothing_moves_is_ended(slow):
+    begin = time.monotonic()
+    message = "in time: nothing has moved for 0.5 s"
+    with pytest.raises(Unavailable, match=f"no answer to Stop {message}"):
+        slow.upload("Stop", iter([BIG] * 100), 0.5)
+    with pytest.raises(Unavailable, match=f"no answer to Give {message}"):
+        list(slow.download("Give", {"num": 1, "stops": True}, 0.5))
+    assert time.monotonic() - begin < 10
 
 
 def test_a_server_that_returns_is_found_again():

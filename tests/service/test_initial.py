@@ -1,15 +1,20 @@
 """The initial parameters reach the servers, whatever happens while they are sent."""
 
+import numpy as np
 import pytest
 import trees
 from services import wait
 
+from meshloom.service.blocks.box import Box
 from meshloom.service.coordinator.job import Job
 from meshloom.service.learner import attachment
+from meshloom.service.learner.shards import to_pieces
 from meshloom.service.rounds.policy import make_policy
+from meshloom.service.wire import tensors
 from meshloom.service.wire.errors import Unavailable
 
 ROUNDS = 2
+HALF = Box((0, 0), (trees.SHAPE[0], trees.SHAPE[1] // 2))
 
 
 @pytest.fixture
@@ -51,6 +56,36 @@ def test_servers_that_lost_the_initial_parameters_get_them_again(
     trees.at_once([lambda: learner.run(lambda round: None)])
     assert answers == ["push", "ok"]
     assert service.final()["version"] == ROUNDS
+
+
+def test_what_a_killed_learner_has_sent_of_them_is_not_in_the_way(service):
+    """It may have had another mesh: here, half of each row."""
+    killed = trees.Learner(service, 0, service.address).exchange._attached
+    killed.open(service.spec)
+    half = np.zeros((trees.SHAPE[0], trees.SHAPE[1] // 2), np.float32)
+    killed.mover.push(to_pieces(trees.LAYOUT, {(0, HALF): half}, None), 0, 0, 0)
+    killed.close()
+    learner = trees.Learner(service, 0, service.address)
+    trees.at_once([lambda: learner.run(lambda round: None)])
+    start = np.linspace(-1, 1, trees.SIZE, dtype=np.float32).reshape(trees.SHAPE)
+    assert np.array_equal(service.read[0, 1, 1], start)
+
+
+def test_a_flip_on_their_way_is_not_the_users_fault(service, monkeypatch):
+    """Even in a header, which says what the rest is."""
+    encode, flipped = tensors.encode, []
+
+    def flipping(arrays):
+        data = bytearray(b"".join(encode(arrays)))
+        if not flipped:
+            data[10] ^= 1
+            flipped.append(len(data))
+        return iter([bytes(data)])
+
+    monkeypatch.setattr(tensors, "encode", flipping)
+    learner = trees.Learner(service, 0, service.address)
+    trees.at_once([lambda: learner.run(lambda round: None)])
+    assert flipped and service.final()["version"] == ROUNDS
 
 
 def test_a_learner_does_not_send_them_for_ever(service, losing, monkeypatch):

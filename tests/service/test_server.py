@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -190,7 +191,9 @@ def test_bad_messages_get_one_line(group):
     if len(LAYOUT.blocks[held].slabs[0].box.shape) == 3:
         huge |= {"start": [0, 0, 0], "shape": [1, 1 << 22, 1 << 22]}
     header = json.dumps(huge).encode()
-    too_large = [encode(about), len(header).to_bytes(4, "little") + header]
+    header = len(header).to_bytes(4, "little") + header
+    crc = google_crc32c.value(header).to_bytes(4, "little")
+    too_large = [encode(about), header + crc]
     piece = np.ones((1, 40), np.float32)
     cases = [
         (lambda: channel.push("x", 0, 0, 1, []), "this server has no job 'x'"),

@@ -2,6 +2,7 @@
 
 import json
 
+import google_crc32c
 import ml_dtypes
 import numpy as np
 import pytest
@@ -95,12 +96,13 @@ def parts(messages):
     first = len(b"".join(sent(numbers((2, 3)))))
     size = int.from_bytes(data[first : first + 4], "little")
     header = first + 4 + size
-    return [data[:first], data[first + 4 : header], data[header:-4], data[-4:]]
+    return [data[:first], data[first + 4 : header], data[header + 4 : -4], data[-4:]]
 
 
 def joined(first, header, values, checksum):
-    prefix = len(header).to_bytes(4, "little")
-    return [first + prefix + header + values + checksum]
+    text = len(header).to_bytes(4, "little") + header
+    crc = google_crc32c.value(text).to_bytes(4, "little")
+    return [first + text + crc + values + checksum]
 
 
 def with_header(messages, **changes):
@@ -135,12 +137,15 @@ SPOILED = {
     "no checksum": (spoiled(lambda a, b, c, d: (a, b, c, b"")), "has no checksum"),
     "cut header": (
         lambda m: [m[0][: len(parts(m)[0]) + 24]],
-        "header of a piece: 20 of .* bytes; expected",
+        "header of a piece is damaged: 20 of .* bytes",
     ),
-    "cut length": (lambda m: [parts(m)[0] + b"xx"], "header of a piece: 0 of 0 bytes"),
+    "cut length": (
+        lambda m: [parts(m)[0] + b"xx"],
+        "header of a piece is damaged: 0 of 0 ",
+    ),
     "long header": (
         lambda m: [parts(m)[0] + b"\xff" * 4 + m[0]],
-        "header of a piece: 0 of 4294967295 bytes",
+        "header of a piece is damaged: 0 of 4294967295 bytes",
     ),
     "wrong size": (lambda m: with_header(m, nbytes=92), "92 bytes, but shape"),
     "other shape": (lambda m: with_header(m, shape=[4, 7]), r"96 bytes, but .* 112"),
@@ -171,6 +176,13 @@ def test_what_is_not_as_sent_is_refused_by_name(case):
             lambda header, array: counted.append(header.place["block"]),
         )
     assert counted == [0]  # the piece before it stays, the spoiled one does not count
+
+
+def test_a_flip_anywhere_is_damage_so_that_all_is_sent_again():
+    messages = sent(numbers((2, 3)), numbers((4, 6)))
+    for position in range(len(b"".join(messages))):
+        with pytest.raises(Unavailable, match="is damaged: .*; send it again"):
+            received(flipped(messages, position))
 
 
 @pytest.fixture
