@@ -99,9 +99,9 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Leaves what was imported out of all later garbage collections.
 
-    Most of the time they would look at that, a sixth of the time of a short training.
+    Most of the time they would look at that, a tenth of the time of a short training.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 10)
+    gc.set_threshold(10_000)
     gc.enable()
