@@ -96,10 +96,10 @@ wheel-test: $(DEV)
 	$(BIN)/python -m build --wheel --outdir build/wheel build/wheel-source > build/wheel.log || (cat build/wheel.log; exit 1)
 	test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt --force-reinstall --no-deps build/wheel/*.whl
-	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt build/wheel/*.whl
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt build/wheel/*.whl
 	mkdir -p build/elsewhere && cd build/elsewhere && ../../$(WHEEL_VENV)/bin/python ../../tests/support/wheel_check.py
 	test -x $(ALONE_VENV)/bin/python || $(PYTHON) -m venv $(ALONE_VENV)
-	$(ALONE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt jax equinox flax optax
+	$(ALONE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt jax equinox flax optax
 	$(ALONE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps build/wheel/*.whl
 	cd build/elsewhere && ../../$(ALONE_VENV)/bin/python ../../tests/support/alone_check.py
 

@@ -1,9 +1,14 @@
 """Every test runs on 8 CPU devices and says so; none skips for want of devices."""
 
+import gc
 import os
 import pathlib
 
 from compiling import FLAGS
+
+# Until all tests are imported, see pytest_collection_finish; with xdist, the process
+# that deals them never collects.
+gc.disable()
 
 # Before jax is imported, and for the processes that tests start too.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
@@ -89,3 +94,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(groups[item]))
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(groups[item], len(order)))
+
+
+def pytest_collection_finish():
+    """Leaves what was imported out of all later garbage collections.
+
+    Most of the time they would look at that, a tenth of the time of a short training.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()

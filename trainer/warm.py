@@ -21,6 +21,7 @@ from typing import Any
 
 from ..launch import guard
 from . import cli
+from .commands.devices import without_collection
 
 # What `meshloom train` imports before its first step, with any shipped config.
 MODULES = (
@@ -38,8 +39,9 @@ ADOPTED_SECONDS = 10.0
 
 def main(command: list[str]) -> int:
     """Forks workers until stdin ends; in each worker, runs the command."""
-    for name in MODULES:
-        importlib.import_module(name)
+    with without_collection():
+        for name in MODULES:
+            importlib.import_module(name)
     if threading.active_count() > 1:  # locks they hold would stay locked in a fork
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise RuntimeError(f"imports have started threads ({names}); use launch --cold")

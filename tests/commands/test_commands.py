@@ -1,5 +1,6 @@
 """Tests of the subcommands in sequence: data build, train, generate, report."""
 
+import gc
 import json
 import os
 import re
@@ -278,3 +279,17 @@ def test_fewer_processes_use_more_microbatches(monkeypatch, full, now, given, ex
     if expected != given:
         origin = found.origins["num_microbatches"]
         assert origin == f"{now} of {full} processes"
+
+
+def num_collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def test_imports_are_not_interrupted_by_garbage_collections():
+    before = num_collections()
+    with pytest.raises(ImportError), devices.without_collection():
+        kept = [[] for _ in range(2 * gc.get_threshold()[0])]
+        assert num_collections() == before
+        raise ImportError
+    kept += [[] for _ in range(2 * gc.get_threshold()[0])]
+    assert gc.isenabled() and num_collections() > before

@@ -26,6 +26,7 @@ from typing import Any
 
 from meshloom.launch import guard
 from meshloom.trainer import cli, warm
+from meshloom.trainer.commands.devices import without_collection
 
 CLIENT = pathlib.Path(__file__).with_name("warm_client.py")
 BIN = pathlib.Path(sys.executable).parent
@@ -68,8 +69,9 @@ def started(folder: pathlib.Path, env: Mapping[str, str]) -> Iterator[pathlib.Pa
 
 def serve(address: str) -> int:
     """Forks a process for each client, until standard input ends."""
-    for name in (*warm.MODULES, *MODULES):
-        importlib.import_module(name)
+    with without_collection():
+        for name in (*warm.MODULES, *MODULES):
+            importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # so that the garbage collection of a fork does not copy shared pages

@@ -1,6 +1,9 @@
-"""Configures jax and gRPC before a command uses them."""
+"""Configures Python, jax and gRPC before a command uses them."""
 
+import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -34,3 +37,15 @@ def use_compilation_cache() -> None:
 def quiet_grpc() -> None:
     """Keeps gRPC from logging what we report in one line, such as a taken port."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Pauses garbage collection, which takes a quarter of the time of large imports."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

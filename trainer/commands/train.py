@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from ...launch import process_env, progress_file
 from ...launch.exit_codes import DONE, PREEMPTED
-from .devices import quiet_grpc, use_compilation_cache, use_cpu
+from .devices import (
+    quiet_grpc,
+    use_compilation_cache,
+    use_cpu,
+    without_collection,
+)
 from .flags import add_config_flags, check_early, command, config_names, load
 
 if TYPE_CHECKING:
@@ -64,13 +69,14 @@ def add(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     if process_env.find(os.environ) is None:  # a job's processes fail together, below
         check_early(args)
-    from ..config import files as config_files
-    from ..job import joining, preemption
-    from ..plan.choosing import choose_here
-    from ..record.invocation import Invocation
-    from ..record.phases import Phases
-    from ..run import train as train_lib
-    from .forecast_observer import ForecastObserver
+    with without_collection():
+        from ..config import files as config_files
+        from ..job import joining, preemption
+        from ..plan.choosing import choose_here
+        from ..record.invocation import Invocation
+        from ..record.phases import Phases
+        from ..run import train as train_lib
+        from .forecast_observer import ForecastObserver
 
     invocation = Invocation.of(sys.argv[1:], os.environ, end=os._exit)
     phases = Phases(invocation.attempt)
