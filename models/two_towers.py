@@ -1,7 +1,6 @@
 """Two towers: a vector for a user and one for an item, whose product is the score.
 
-Shape letters: B batch, C candidates, I items (with the table's padding), S shards of
-them with R items each, K width.
+Shape letters: B batch, C candidates, I items (with the table's padding), K width.
 """
 
 import dataclasses
@@ -27,11 +26,13 @@ OUT = -1e30  # the score of what is no candidate
 class Config:
     """Predicts which items a user chooses; implements the trainer's model interface.
 
-    Batches have `user` [B], the `item` [B] that this user chose, `weights` [B] and
+    Batches have `user` [B], the `item` [B] that this user chose, `weights` [B],
+    `context` [B, D] if there are such numbers, which the tower of users takes too, and
     perhaps `log_share` [B], the logarithm of the item's share of all choices. The loss
     is a cross-entropy over candidates.
 
     Attributes:
+      num_context: how many numbers describe the situation of a choice.
       width: of the rows of both tables, and of the vectors.
       hidden: hidden layers of each tower.
       candidates: of training. "batch": the items of the batch, so that the gradient
@@ -46,6 +47,7 @@ class Config:
     num_users: int
     num_items: int
     width: int
+    num_context: int = 0
     hidden: tuple[int, ...] = (64,)
     candidates: Literal["batch", "all"] = "batch"
     recall_at: int = 10
@@ -54,6 +56,8 @@ class Config:
     def __post_init__(self):
         check_counts(self, "num_users", "num_items", "width", "hidden")
         check_counts(self, "recall_at", "pad_rows_to")
+        if self.num_context < 0:
+            raise ValueError(f"num_context must be >= 0, got {self.num_context}")
         if self.candidates not in ("batch", "all"):
             raise ValueError(
                 f"candidates must be 'batch' or 'all', got {self.candidates!r}"
@@ -70,8 +74,12 @@ class Config:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The widths of a tower."""
+        """The widths of the tower of items."""
         return (self.width, *self.hidden, self.width)
+
+    @property
+    def user_widths(self) -> tuple[int, ...]:
+        return (self.width + self.num_context, *self.widths[1:])
 
     @property
     def make(self):
@@ -85,7 +93,8 @@ class Config:
         return nnx_pure.axes(self.make)
 
     def batch_axes(self) -> dict[str, tuple[str | None, ...]]:
-        return dict.fromkeys(("user", "item", "log_share", "weights"), ("batch",))
+        names = ("user", "item", "log_share", "weights")
+        return {**dict.fromkeys(names, ("batch",)), "context": ("batch", None)}
 
     def check_batch(self, batch: dict[str, Any], facts: dict[str, Any]) -> None:
         """Raises ValueError if the data does not fit, before anything is compiled."""
@@ -95,6 +104,12 @@ class Config:
                     f"the model needs an array {name!r}, but the batch has only "
                     f"{', '.join(batch)}"
                 )
+        found = batch["context"].shape[1:] if "context" in batch else (0,)
+        if found != (self.num_context,):
+            raise ValueError(
+                f"the data's 'context' has shape {found} for each example, but the "
+                f"model's num_context is {self.num_context}. Set it to the data's."
+            )
         check_ids(self, facts)
 
     def loss(
@@ -111,7 +126,7 @@ class Config:
         if train and self.candidates == "batch":
             nll_B, others = module.among_batch(batch, shard), {}
         else:
-            nll_B, rank_B = module.among_all(batch["user"], batch["item"], shard)
+            nll_B, rank_B = module.among_all(batch, shard)
             hits = jnp.sum(weights_B * (rank_B < self.recall_at))
             others = {f"recall_at_{self.recall_at}": hits}
         return jnp.sum(weights_B * nll_B), jnp.sum(weights_B), others
@@ -121,13 +136,13 @@ class Config:
     ) -> dict[str, jax.Array]:
         """Returns the items with the highest scores for each user, highest first."""
         module = nnx_pure.bind(self.make, params)
-        return module.best(batch["user"], shard)
+        return module.best(batch, shard)
 
     def model_flops(self, batch: dict[str, Any]) -> float:
         """Returns the FLOPs of one update: 6 per weight of a layer, and of a score."""
         rows = batch["user"].shape[0]
         count = rows if self.candidates == "batch" else self.num_items
-        towers = (rows + count) * num_weights(self.widths)
+        towers = rows * num_weights(self.user_widths) + count * num_weights(self.widths)
         return 6.0 * (towers + rows * count * self.width)
 
     def num_params(self) -> int:
@@ -142,18 +157,21 @@ class TwoTowers(nnx.Module):
         c = self.config = config
         self.users = Table(c.num_users, c.width, c.pad_rows_to, rngs)
         self.items = Table(c.num_items, c.width, c.pad_rows_to, rngs)
-        self.user_tower = Perceptron(c.widths, rngs)
+        self.user_tower = Perceptron(c.user_widths, rngs)
         self.item_tower = Perceptron(c.widths, rngs)
 
-    def user_vectors(self, user_B: jax.Array, shard: Sharder) -> jax.Array:
-        return self.user_tower(self.users(user_B, shard), shard)
+    def user_vectors(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
+        x_BK = self.users(batch["user"], shard)
+        if self.config.num_context:
+            x_BK = jnp.concatenate([x_BK, batch["context"]], axis=1)
+        return self.user_tower(x_BK, shard)
 
     def among_batch(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
         """Returns [B]: the cross-entropy with the items of the batch as candidates.
 
         A candidate that is the same item is left out, and so are rows of weight 0.
         """
-        user_BK = self.user_vectors(batch["user"], shard)
+        user_BK = self.user_vectors(batch, shard)
         item_BK = self.item_tower(self.items(batch["item"], shard), shard)
         item_CK, item_C = shard(item_BK, (None, None)), shard(batch["item"], (None,))
         weights_C = shard(batch["weights"], (None,))
@@ -171,10 +189,10 @@ class TwoTowers(nnx.Module):
         return jax.nn.logsumexp(score_BC, axis=1) - own_B
 
     def among_all(
-        self, user_B: jax.Array, item_B: jax.Array, shard: Sharder
+        self, batch: dict[str, jax.Array], shard: Sharder
     ) -> tuple[jax.Array, jax.Array]:
         """Returns [B]: the cross-entropy over all items, and how many score higher."""
-        score_IB = self.scores(user_B, shard)
+        item_B, score_IB = batch["item"], self.scores(batch, shard)
         number_IB = jax.lax.broadcasted_iota(item_B.dtype, score_IB.shape, 0)
         is_own_IB = number_IB == item_B[None]
         own_B = jnp.sum(jnp.where(is_own_IB, score_IB, 0.0), axis=0)
@@ -183,18 +201,18 @@ class TwoTowers(nnx.Module):
         is_known_B = (item_B >= 0) & (item_B < self.config.num_items)
         return jnp.where(is_known_B, nll_B, jnp.nan), rank_B
 
-    def scores(self, user_B: jax.Array, shard: Sharder) -> jax.Array:
+    def scores(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
         """Returns [I, B] the scores of all items, sharded as the table of items is."""
-        user_BK = self.user_vectors(user_B, shard)
+        user_BK = self.user_vectors(batch, shard)
         item_IK = shard.weight(self.items.embedding[...], (AXIS, None))
         item_IK = self.item_tower(item_IK, shard, AXIS)
         score_IB = shard(item_IK @ user_BK.T, (AXIS, "batch"))
         number_IB = jax.lax.broadcasted_iota(jnp.int32, score_IB.shape, 0)
         return jnp.where(number_IB < self.config.num_items, score_IB, OUT)
 
-    def best(self, user_B: jax.Array, shard: Sharder) -> dict[str, jax.Array]:
-        """Returns [B, recall_at]: items and their scores, the best of each shard first
-        found on their own."""
-        score_BI = self.scores(user_B, shard).T
+    def best(self, batch: dict[str, jax.Array], shard: Sharder) -> dict[str, jax.Array]:
+        """Returns [B, recall_at]: items and their scores. Of what is sharded as the
+        table is, only scores are gathered."""
+        score_BI = self.scores(batch, shard).T
         score, item = jax.lax.top_k(score_BI, self.config.recall_at)
         return {"items": item, "scores": score}

@@ -46,7 +46,7 @@ EXAMPLES = {
     "digits_resnet": 77_290,
     "digits_vit": 136_010,
     "factors": (1024 + 768) * 4,
-    "two_towers": (1024 + 512) * 16 + 2 * (2 * 16 * 64 + 64 + 16),
+    "two_towers": (1024 + 512) * 16 + 2 * (32 * 64 + 80) + 4 * 64,
     "dlrm": 1088 * 16 + 4 * 64 + 64 * 17 + 16 + 22 * 64 + 64 + 64 * 32 + 32 + 33,
 }  # whose data is no text, and their parameters
 # Also with the residual stream sharded by position, and both sides of a matrix sharded.

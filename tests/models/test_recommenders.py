@@ -2,29 +2,31 @@
 
 import dataclasses
 import functools
+import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from paths import ROOT
 
 from meshloom.models import dlrm, nnx_pure, two_towers
 from meshloom.sharding import MeshSpec, Rules, Sharder, parse_plan
-from meshloom.trainer import data
-from meshloom.trainer.config import files as config_files
-from meshloom.trainer.data.batches import Batches
-from meshloom.trainer.data.planted_clicks import auc
 from meshloom.trainer.program.build import build
 from meshloom.trainer.program.optimizers import RowAdaGrad
-from meshloom.trainer.run import train
 
 DRAW = np.random.default_rng(0)
 CLICKS = dlrm.Config(
     num_dense=2, table_rows=(5, 3), width=4, bottom=(6,), top=(7,), pad_rows_to=4
 )
 CHOICES = two_towers.Config(
-    num_users=6, num_items=5, width=3, hidden=(4,), recall_at=2, pad_rows_to=4
+    num_users=6,
+    num_items=5,
+    width=3,
+    num_context=2,
+    hidden=(4,),
+    recall_at=2,
+    pad_rows_to=4,
 )
 
 
@@ -63,15 +65,16 @@ def test_the_loss_of_dlrm_is_that_of_the_equations():
 
 
 def scores(params):
-    users, items = (
-        layers(params[f"{name}_tower"], params[f"{name}s"]["embedding"][:size] + 0.0)
-        for name, size in (("user", 6), ("item", 5))
-    )
+    """Returns [B, items]: the scores of all items for the batch, in float64."""
+    rows = params["users"]["embedding"][BATCH["user"]]
+    users = layers(params["user_tower"], np.hstack([rows, BATCH["context"]]) + 0.0)
+    items = layers(params["item_tower"], params["items"]["embedding"][:5] + 0.0)
     return users.astype(np.float64) @ items.T.astype(np.float64)
 
 
 BATCH = {
     "user": np.array([3, 5, 0, 3], np.int32),
+    "context": DRAW.normal(size=(4, 2)).astype(np.float32),
     "item": np.array([1, 4, 1, 2], np.int32),
     "log_share": np.log([0.4, 0.1, 0.4, 0.2]).astype(np.float32),
     "weights": np.array([1, 1, 1, 0], np.float32),  # the last one is padding
@@ -80,7 +83,7 @@ BATCH = {
 
 def test_candidates_of_the_batch_leave_out_the_same_item_and_padding():
     params = made(CHOICES)
-    corrected = scores(params)[BATCH["user"]][:, BATCH["item"]] - BATCH["log_share"]
+    corrected = scores(params)[:, BATCH["item"]] - BATCH["log_share"]
     expected = 0.0
     for row, candidates in ((0, [0, 1]), (1, [0, 1, 2]), (2, [1, 2])):
         among = corrected[row, candidates]
@@ -93,7 +96,7 @@ def test_candidates_of_the_batch_leave_out_the_same_item_and_padding():
 @pytest.mark.parametrize("train", [True, False])
 def test_all_items_are_candidates(train):
     model, params = dataclasses.replace(CHOICES, candidates="all"), made(CHOICES)
-    found = scores(params)[BATCH["user"][:3]]
+    found = scores(params)[:3]
     own = found[np.arange(3), BATCH["item"][:3]]
     total, weight, others = model.loss(params, BATCH, Sharder(), train=train)
     expected = (np.log(np.exp(found).sum(1)) - own).sum()
@@ -104,12 +107,14 @@ def test_all_items_are_candidates(train):
 
 def test_the_best_items_are_found_in_a_sharded_table():
     params = made(CHOICES)
-    expected = np.argsort(-scores(params)[BATCH["user"]], axis=1)[:, :2]
+    expected = np.argsort(-scores(params), axis=1)[:, :2]
     mesh = MeshSpec(data=2, tensor=2).make(jax.devices()[:4])
     rules = parse_plan("data+fsdp+tensor") + Rules.of({"rows": ("data", "tensor")})
     for shard in (Sharder(), Sharder(mesh, rules)):
         predict = functools.partial(CHOICES.predict, shard=shard)
-        found = jax.jit(predict)(params, {"user": BATCH["user"]})
+        found = jax.jit(predict)(
+            params, {"user": BATCH["user"], "context": BATCH["context"]}
+        )
         np.testing.assert_array_equal(found["items"], expected)
 
 
@@ -123,42 +128,23 @@ def test_an_unknown_item_is_not_trained_on():
 @pytest.mark.parametrize("name", ["two_towers", "dlrm"])
 def test_the_best_of_a_short_training_beats_popularity(name):
     """docs/recommenders.md has the margin of the shipped configs, with three seeds."""
-    config = config_files.load([name], root=train.Config).config
-    found, popularity = short_training(config)
-    assert found > popularity + 0.1
-
-
-def short_training(config, num_steps=150):
-    """Returns recall or AUC of a model, and of popularity."""
-    sizes = {"num_users": 100, "num_items": 64, "num_eval_examples": 2048}
-    source = dataclasses.replace(config.data, num_examples=20_480, **sizes)
-    rows = {"num_users": 100, "num_items": 64}
-    if isinstance(config.model, dlrm.Config):
-        rows = {"table_rows": (100, 64, 24)}
-    model = dataclasses.replace(config.model, **rows)
-    train = source.open("train")
-    weights = {"weights": np.ones(512, np.float32)}
-    batches = Batches(train, data.Order(len(train)), 512)
-    program = build(
-        model,
-        config.optimizer,
-        MeshSpec().make(jax.devices()[:1]),
-        config.make_rules(),
-        batches[0] | weights,
-        learning_rate=optax.linear_schedule(0.02, 0.002, num_steps),
+    path = ROOT / "benchmarks" / "recommenders.py"
+    benchmark = runpy.run_path(str(path))
+    config = benchmark["load"](name)
+    sizes = {"num_users": 100, "num_items": 64}
+    rows = {"table_rows": (100, 64, 24)} if name == "dlrm" else sizes
+    short = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **rows),
+        data=dataclasses.replace(
+            config.data, num_examples=20_480, num_eval_examples=2048, **sizes
+        ),
+        schedule=dataclasses.replace(config.schedule, peak=0.02),
+        batch_size=512,
+        num_steps=150,
     )
-    state = program.init(jax.random.key(0))
-    for step in range(num_steps):
-        state, _ = program.step(state, batches[step] | weights)
-    held_out = source.open("eval")
-    facts, size = held_out.describe(), len(held_out)
-    batch = Batches(held_out, data.Order(size, shuffle=False), size)[0]
-    if isinstance(model, dlrm.Config):
-        found = model.predict(state.params, batch, Sharder())["probability"]
-        return auc(np.asarray(found), batch["label"]), facts["popularity_auc"]
-    batch["weights"] = np.ones(size, np.float32)
-    _, weight, others = model.loss(state.params, batch, Sharder(), train=False)
-    return others["recall_at_10"] / weight, facts["popularity_recall_at_10"]
+    found = benchmark["score"](short)
+    assert found.popularity + 0.1 < found.model < found.best + 0.02
 
 
 def test_only_rows_that_are_used_change():
@@ -208,6 +194,7 @@ def test_settings_that_cannot_work_are_refused(model, changes, message):
     "model, changes, facts, message",
     [
         (CHOICES, {"item": None}, {}, "needs an array 'item'"),
+        (CHOICES, {"context": None}, {}, r"'context' has shape \(0,\).*num_context is"),
         (CHOICES, {}, {"num_items": 7}, "Raise num_items to 7"),
         (CLICKS, {"label": None}, {}, "needs an array 'label'"),
         (CLICKS, {"ids": (4, 3)}, {}, r"'ids' has shape \(3,\).*expects \(2,\)"),
@@ -215,7 +202,7 @@ def test_settings_that_cannot_work_are_refused(model, changes, message):
     ],
 )
 def test_data_that_does_not_fit_is_refused(model, changes, facts, message):
-    shapes = {"user": (4,), "item": (4,)}
+    shapes = {"user": (4,), "item": (4,), "context": (4, 2)}
     if model is CLICKS:
         shapes = {"dense": (4, 2), "ids": (4, 2), "label": (4,)}
     shapes |= changes
@@ -226,8 +213,9 @@ def test_data_that_does_not_fit_is_refused(model, changes, facts, message):
 
 def test_parameters_and_flops_are_counted():
     tower = 3 * 4 + 4 + 4 * 3 + 3
-    assert CHOICES.num_params() == (8 + 8) * 3 + 2 * tower
-    assert CHOICES.model_flops({"user": np.zeros(7)}) == 6 * (14 * 24 + 49 * 3)
+    assert CHOICES.num_params() == (8 + 8) * 3 + 2 * tower + 2 * 4
+    flops = 6 * (7 * 32 + 7 * 24 + 49 * 3)
+    assert CHOICES.model_flops({"user": np.zeros(7)}) == flops
     layers_of = 2 * 6 + 6 * 4 + 7 * 7 + 7
     assert CLICKS.num_params() == (8 + 4) * 4 + layers_of + 6 + 4 + 7 + 1
     assert CLICKS.model_flops({"ids": np.zeros((5, 2))}) == 30 * (layers_of + 12)

@@ -71,25 +71,28 @@ class Population:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlantedChoices(Population):
-    """Each example is a user and the item that this user chose among all.
+    """Each example is the item that a user chose among all, in some situation.
 
-    `popularity_recall_at_10` is how often it is one of the ten that are chosen most,
-    `best_recall_at_10` how often one of the ten that this user likes best.
+    `context` are numbers that describe the situation, which changes what a user likes.
+    `popularity_recall_at_10` is how often the item is one of the ten that are chosen
+    most, `best_recall_at_10` how often one of the ten that were likeliest.
     """
 
     def open(self, split: Split) -> Arrays:
         check_split(self, split)
-        weights = self.popularity() * np.exp(self.likings())
-        weights /= weights.sum(axis=1, keepdims=True)
-        users, items = self.users(split), []
-        ends, at = np.cumsum(weights, axis=1), share(self.draws(split, 1))
+        users, at = self.users(split), share(self.draws(split, 1))
+        context = self.context(split)
+        items, hits = [], 0
         for start in range(0, len(users), CHUNK):
             part = slice(start, start + CHUNK)
-            found = (ends[users[part]] < at[part, None]).sum(axis=1)
-            items.append(np.minimum(found, self.num_items - 1))
+            weights = self.weights(users[part], context[part])
+            ends = np.cumsum(weights, axis=1)
+            found = (ends < at[part, None] * ends[:, -1:]).sum(axis=1)
+            best = np.argsort(-weights, axis=1)[:, :10]
+            hits += int((best == found[:, None]).sum())
+            items.append(found)
         item = np.concatenate(items).astype(np.int32)
-        shares = weights.mean(axis=0)
-        best = np.argsort(-weights, axis=1)[:, :10]
+        shares = self.shares()
         most = np.argsort(-shares)[:10]
         about: dict[str, Any] = {
             "source": "PlantedChoices",
@@ -97,11 +100,31 @@ class PlantedChoices(Population):
             "num_users": self.num_users,
             "num_items": self.num_items,
             "popularity_recall_at_10": float(np.isin(item, most).mean()),
-            "best_recall_at_10": float((best[users] == item[:, None]).any(1).mean()),
+            "best_recall_at_10": hits / len(item),
         }
         log_share = np.log(shares[item]).astype(np.float32)
-        arrays = {"user": users, "item": item, "log_share": log_share}
-        return Arrays(arrays, about, unit="choices")
+        arrays = {"user": users, "context": context, "item": item}
+        return Arrays({**arrays, "log_share": log_share}, about, unit="choices")
+
+    def context(self, split: Split) -> np.ndarray:
+        """Returns [examples, width] numbers, as large as the factors of users."""
+        words = np.stack([self.draws(split, 4 + i) for i in range(self.width)], axis=1)
+        scale = np.sqrt(3) / self.width**0.25
+        return (scale * symmetric(words)).astype(np.float32)
+
+    def weights(self, users: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Returns [examples, items]: how likely each item is, up to a factor."""
+        user = factors(self.seed, 0, users, self.width)
+        item = factors(self.seed, 1, np.arange(self.num_items), self.width)
+        likings = (0.8 * user + 0.6 * context) @ item.T
+        return self.popularity() * np.exp(self.taste * likings.astype(np.float64))
+
+    def shares(self) -> np.ndarray:
+        """Returns the share of each item in the choices of all users."""
+        context = self.context("train")[: self.num_users]
+        users = np.arange(len(context))
+        weights = self.weights(users, context)
+        return (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
