@@ -7,7 +7,6 @@ a digest of every array, by which a restore verifies that it read what was saved
 
 import concurrent.futures
 import contextlib
-import json
 import math
 import os
 import time
@@ -235,6 +234,8 @@ class Checkpoints:
                 f"checkpoint {path} does not fit this config, in {len(lines)} arrays. "
                 "Use the config that it was saved with, or another --workdir:\n"
                 + "\n".join(lines)
+        reading.commit_record(path)
+        saved = manifest.read(self.folder, step)
             )
         return saved, reading.read_tree(path / STATE, target, self._group)
 
@@ -313,13 +314,19 @@ def committed_steps(folder: epath.PathLike) -> list[int]:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    """Returns whether a step is complete; orbax would accept even an empty folder."""
-    file = path / "_CHECKPOINT_METADATA"
-    return (
-        ocp.utils.is_checkpoint_finalized(path)
-        and file.is_file()
-        and json.loads(file.read_text()).get("commit_timestamp_nsecs") is not None
-    )
+    """Returns whether a step is complete; orbax would accept even an empty folder.
+
+    A step whose commit record is damaged counts: it was complete before, and `restore`
+    raises for it, so that it is set aside with a message.
+    """
+    if not ocp.utils.is_checkpoint_finalized(path):
+        return False
+    try:
+        return reading.commit_record(path).get("commit_timestamp_nsecs") is not None
+    except FileNotFoundError:
+        return False
+    except (CorruptCheckpoint, Unreadable):
+        return True
 
 
 def restore_params(

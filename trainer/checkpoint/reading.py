@@ -21,6 +21,7 @@ from ..record import failures
 from ..record.failures import CorruptCheckpoint, Unreadable
 
 # The status that a tensorstore error starts with. These are about the bytes that were
+COMMIT_RECORD = "_CHECKPOINT_METADATA"  # the file of a step that orbax writes last
 # read; all others (UNKNOWN, UNAVAILABLE, PERMISSION_DENIED, ...) about the storage.
 WRONG_BYTES = ("OUT_OF_RANGE", "FAILED_PRECONDITION", "DATA_LOSS")
 NOT_FOUND = "NOT_FOUND"
@@ -50,6 +51,27 @@ def read_tree(path: epath.Path, target: Any, group: Group) -> Any:
     ):
         try:
             group.reached("read", int(path.parent.name))
+def commit_record(step: epath.Path) -> dict[str, Any]:
+    """Returns what orbax has written about the commit of a step.
+
+    Raises:
+      FileNotFoundError: it has written nothing.
+      CorruptCheckpoint, Unreadable: see the module.
+    """
+    file = step / COMMIT_RECORD
+    try:
+        found = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{file} does not exist") from None
+    except Exception as error:  # clients of buckets raise many types
+        raise classify(error, file) from error
+    if not isinstance(found, dict):
+        raise CorruptCheckpoint(
+            f"checkpoint {step} cannot be read: {COMMIT_RECORD} is not a JSON object"
+        )
+    return found
+
+
             return reader.restore(path, args=args)
         except Exception as error:  # tensorstore and orbax raise many types
             raise classify(error, path, group.describe(me)) from error
