@@ -130,8 +130,6 @@ class Checkpoints:
         digested = time.perf_counter()
         waited_for = self.wait()
         waited = time.perf_counter()
-        if _inode(self.folder) != self._inode:
-            raise save_failed(step, self.folder, GONE, [])
         items = {
             STATE: ocp.args.StandardSave(tree),
             manifest.ITEM: ocp.args.JsonSave(document),
@@ -142,6 +140,7 @@ class Checkpoints:
         try:
             started = self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError) as error:
+            self._check_folder()
             raise self._failed(step, error) from error
         if not started:
             raise ValueError(f"orbax refused to save step {step} in {self.folder}")
@@ -161,8 +160,7 @@ class Checkpoints:
         """Waits until a step is committed; runs in the background."""
         try:
             self._manager.wait_until_finished()
-            if _inode(self.folder) != self._inode:
-                raise FileNotFoundError(GONE)
+            self._check_folder()
             if self._group.is_first and not _is_committed(self.folder / str(step)):
                 raise FileNotFoundError("it is missing after it was written")
         except Exception as error:  # tensorstore and orbax raise many types
@@ -177,19 +175,24 @@ class Checkpoints:
         """Returns the error to raise, and reports it to the processes that wait."""
         if isinstance(error, SaveFailed):
             return error
-        if _inode(self.folder) != self._inode:
-            failed = save_failed(step, self.folder, GONE, [])
-        else:
-            try:
-                committed = committed_steps(self.folder)
-            except OSError:
-                committed = None
-            failed = save_failed(step, self.folder, error, committed)
+        try:
+            self._check_folder()
+            committed = committed_steps(self.folder)
+        except FileNotFoundError as gone:
+            error, committed = gone, []
+        except OSError:  # the storage fails, which proves nothing about the folder
+            committed = None
+        failed = save_failed(step, self.folder, error, committed)
         self._barrier.fail(failed)
         return failed
 
     def _loss_of(self, step: int) -> float | None:
         """Returns the held-out loss of a step, read from its manifest if necessary."""
+    def _check_folder(self) -> None:
+        """Raises FileNotFoundError if the folder is no longer that of the start."""
+        if _inode(self.folder) != self._inode:
+            raise FileNotFoundError(GONE)
+
         if step not in self._losses and (self.folder / str(step)).exists():
             try:
                 saved = manifest.read(self.folder, step)
@@ -286,11 +289,12 @@ class Checkpoints:
 def _inode(folder: epath.Path) -> tuple[int, int] | None:
     """Returns what identifies a folder until it is moved, removed or recreated.
 
-    None if it does not exist, and for a bucket, which has no folders.
+    None if it does not exist, and for a bucket, which has no folders. Raises OSError if
+    the storage does not say.
     """
     try:
         status = os.stat(folder)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_dev, status.st_ino
 
