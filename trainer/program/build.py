@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 from ...sharding import Rules, Sharder, idle_axes, resolve
 from ...sharding.resolve import resolve_dimensions, spec_of
 from ..data.batches import SAMPLE_IDS
+from ..data.refusals import refusals_of
 from . import contract
 from . import step as step_lib
-from .optimizers import Optimizer
+from .optimizers import Optimizer, make_tx
 from .pipelining import Pipelining, Staging, make_staging
 from .state import Layout, Model, State, make_layout, placed
 from .uncached import UncachedJit
@@ -120,7 +121,7 @@ def build(
     shapes = _shapes(model, batch)
     batch_size = next(iter(shapes.values())).shape[0]
     _check_microbatches(batch_size, num_microbatches)
-    make_tx, rate, state_axes = _optimizer(optimizer, model, learning_rate)
+    make, rate, state_axes = _optimizer(optimizer, model, learning_rate)
     staging = make_staging(
         model,
         mesh,
@@ -131,7 +132,7 @@ def build(
     )
     layout = make_layout(
         model,
-        make_tx(rate),
+        make(rate),
         rules,
         mesh,
         staging.order if staging else None,
@@ -140,7 +141,8 @@ def build(
     num = staging.schedule.num_microbatches if staging else num_microbatches or 1
     sharded = _shard_batch(model, shapes, rules, mesh, num)
     arrays = {name: x for name, x in sharded.items() if name != SAMPLE_IDS}
-    model.check_batch(arrays, dict(facts or {}))
+    with refusals_of(model, "check_batch"):
+        model.check_batch(arrays, dict(facts or {}))
     shard = Sharder(mesh, rules)
     staged = staging.bind(model, mesh, rules, pipeline) if staging else None
     bound = {"model": model, "shard": shard, "seed": seed, "pipeline": staged}
@@ -150,7 +152,7 @@ def build(
     update = functools.partial(
         step_lib.apply,
         model=model,
-        make_tx=make_tx,
+        make_tx=make,
         learning_rate=rate,
         max_grad_norm=max_grad_norm,
         skip_grad_norm=skip_grad_norm,
@@ -229,12 +231,8 @@ def _optimizer(
         rate = optax.constant_schedule(rate)
     if isinstance(optimizer, optax.GradientTransformation):
         return (lambda _: optimizer), rate, None
-    make_tx = functools.partial(_make_tx, optimizer, model.axes())
-    return make_tx, rate, getattr(optimizer, "state_axes", None)
-
-
-def _make_tx(optimizer: Any, axes: Any, learning_rate: optax.Schedule) -> Any:
-    return optimizer.make(learning_rate, axes)
+    make = functools.partial(make_tx, optimizer, model.axes())
+    return make, rate, getattr(optimizer, "state_axes", None)
 
 
 def _shapes(model: Model, batch: Mapping[str, Any]) -> Batch:

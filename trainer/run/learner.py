@@ -16,6 +16,7 @@ from ...service.wire.calls import Channel
 from ...service.wire.coordinators import reach
 from ..job.group import Group
 from ..program import contract
+from ..program.schedules import make_rate
 from ..program.state import State
 from ..program.step import WEIGHT, Gradients
 from ..record.ledger import BLOCK, Ledger
@@ -118,7 +119,7 @@ class Learner:
             seed=config.seed,
             on_wait=on_wait,
         )
-        self._rate = config.schedule.make(config.num_steps)
+        self._rate = make_rate(config.schedule, config.num_steps)
         self.step, self.is_done, self._has_moved = 0, False, False
         self._round, self._merge_at = _Round(0, 0), 0
 
