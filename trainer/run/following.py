@@ -46,6 +46,13 @@ def check(config: "Config") -> None:
             "follow_seconds and publish_seconds must be >= 0, got "
             f"{config.follow_seconds} and {config.publish_seconds}"
         )
+    if not config.follow:
+        for name, default in (("follow_passes", 1), ("follow_seconds", 0.0)):
+            if (value := getattr(config, name)) != default:
+                raise ValueError(
+                    f"{name}={value} has no effect without follow; pass --follow, or "
+                    f"leave it at {default:g}"
+                )
     if config.follow and config.stop_patience:
         raise ValueError(
             f"stop_patience={config.stop_patience} would end a run that follows its "
