@@ -47,7 +47,9 @@ class Checkpoints:
       keep_best: how many with the lowest loss are kept too.
       event: called with "save" (step, stall_s, waited_s, digests_s, copy_s) when
         training continues, and from another thread with "commit" (step) once the step
-        is committed, or "commit_failed" (step, reason).
+        is committed, or "commit_failed" (step, reason). With keep_best, also
+        "loss_unknown" (step, reason) for a step that is not ranked since its manifest
+        is damaged.
     """
 
     def __init__(
@@ -196,8 +198,9 @@ class Checkpoints:
         if step not in self._losses and (self.folder / str(step)).exists():
             try:
                 saved = manifest.read(self.folder, step)
-            except ValueError:  # corrupt, or written by another version
+            except ValueError as error:  # corrupt, or written by another version
                 saved = {}
+                self._event("loss_unknown", step=step, reason=str(error))
             self._losses[step] = saved.get(manifest.LOSS)
         return self._losses.get(step)
 
