@@ -18,10 +18,10 @@ from etils import epath
 
 from ..job.group import Group
 from ..program.state import Layout, State, placed
-from ..record.failures import CorruptCheckpoint
-from ..record.save_errors import GONE, SaveFailed, quiet_logs, save_failed
+from ..record.failures import CorruptCheckpoint, Unreadable
+from ..record.save_errors import GONE, SaveFailed, save_failed
 from ..record.storage import location
-from . import manifest, reading, retention
+from . import manifest, quiet, reading, retention
 from .save_barrier import SaveBarrier
 from .save_stall import Stall
 
@@ -62,7 +62,7 @@ class Checkpoints:
         keep_best: int = 0,
         event: Callable[..., None] = no_event,
     ):
-        quiet_logs()
+        quiet.filter_output()
         self.folder = location(folder)
         self._group = group = group or Group()
         self._event = event
