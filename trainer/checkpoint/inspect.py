@@ -1,4 +1,4 @@
-"""`meshloom ckpt`: what lies in a checkpoint, whether it is whole, how two differ.
+"""`meshloom ckpt`: the contents of a checkpoint, whether it is intact, how two differ.
 
 One CPU device is enough: arrays are read one at a time, into host memory.
 """
@@ -155,7 +155,7 @@ def verify(stored: Stored) -> list[str]:
 
 
 def diff(a: Stored, b: Stored) -> list[str]:
-    """Arrays that differ between two checkpoints, or stand in one only."""
+    """Arrays that differ between two checkpoints, or exist in only one."""
     left, right = (x.manifest()["arrays"] for x in (a, b))
     changed = {
         path

@@ -140,9 +140,9 @@ class Checkpoints:
         self._group.reached("write", step)
         self._barrier.begin()
         try:
+            self._check_folder()
             started = self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError) as error:
-            self._check_folder()
             raise self._failed(step, error) from error
         if not started:
             raise ValueError(f"orbax refused to save step {step} in {self.folder}")
@@ -188,13 +188,13 @@ class Checkpoints:
         self._barrier.fail(failed)
         return failed
 
-    def _loss_of(self, step: int) -> float | None:
-        """Returns the held-out loss of a step, read from its manifest if necessary."""
     def _check_folder(self) -> None:
         """Raises FileNotFoundError if the folder is no longer that of the start."""
         if _inode(self.folder) != self._inode:
             raise FileNotFoundError(GONE)
 
+    def _loss_of(self, step: int) -> float | None:
+        """Returns the held-out loss of a step, read from its manifest if necessary."""
         if step not in self._losses and (self.folder / str(step)).exists():
             try:
                 saved = manifest.read(self.folder, step)
@@ -233,15 +233,14 @@ class Checkpoints:
 
     def _read(self, step: int, target: Any) -> tuple[dict[str, Any], Any]:
         """Returns the manifest, and the arrays with the shards of this process."""
-        saved = manifest.read(self.folder, step)
         path = self.folder / str(step)
+        reading.commit_record(path)
+        saved = manifest.read(self.folder, step)
         if lines := manifest.mismatches(saved, target):
             raise ValueError(
                 f"checkpoint {path} does not fit this config, in {len(lines)} arrays. "
                 "Use the config that it was saved with, or another --workdir:\n"
                 + "\n".join(lines)
-        reading.commit_record(path)
-        saved = manifest.read(self.folder, step)
             )
         return saved, reading.read_tree(path / STATE, target, self._group)
 

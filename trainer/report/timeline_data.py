@@ -11,7 +11,7 @@ from ..record.ledger import FILE as LEDGER
 
 Row = Mapping[str, Any]
 EVENTS = Path("logs", "supervisor.jsonl")
-# Events of a supervisor after which its processes are not up any more.
+# Events of a supervisor after which its processes are no longer up.
 ENDINGS = ("death", "stall", "done", "failed", "stop", "finished", "gave up")
 MARKS = {"death": "death", "stall": "stall", "gave up": "death"}
 

@@ -1,9 +1,9 @@
 """Runs that follow data that grows: which files they have, and waiting for more.
 
-When a run has read everything it knows, all processes wait together. Process 0 looks
+When a run has used all available data, all processes wait together. Process 0 looks
 for files that were added; all open them, and they become the next part of the data.
 `data.json` lists the parts with their files, and is replaced before the first of their
-examples is read, so a run that is killed goes on with the same order.
+examples is read, so a run that is killed continues with the same order.
 """
 
 import dataclasses

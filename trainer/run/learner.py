@@ -64,7 +64,7 @@ class Learner:
 
     Args:
       owner: who this is to the service: the same owner may take its place again at
-        once, another one only after it was not heard of for a while.
+        once, another one only after it has sent no heartbeat for a while.
       on_wait: called while waiting for others.
 
     Attributes:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Arrival:
-    """New data that a run has taken up.
+    """New data that a run has picked up.
 
     Attributes:
       files: how many.

@@ -73,8 +73,8 @@ class Config(Computation):
         for only with several processes.
       sample_prompt: text to continue after training, if the model can generate.
       sample_tokens: how many tokens to generate.
-      follow: whether to wait for new files once all data was read, instead of reading
-        it again, and to go on with them.
+      follow: whether to wait for new files once all data was read and to continue with
+        them, instead of reading it again.
       follow_passes: how often each part of such data is read.
       follow_seconds: the run ends after so long without new data; 0 for never.
       publish_every: steps between checkpoints that are saved in order to publish
