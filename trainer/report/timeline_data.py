@@ -2,14 +2,14 @@
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..record import metrics
 from ..record.ledger import FILE as LEDGER
+from ..record.metrics import Row
 
-Row = Mapping[str, Any]
 EVENTS = Path("logs", "supervisor.jsonl")
 # Events of a supervisor after which its processes are no longer up.
 ENDINGS = ("death", "stall", "done", "failed", "stop", "finished", "gave up")
