@@ -140,59 +140,69 @@ def build(
     )
     num = staging.schedule.num_microbatches if staging else num_microbatches or 1
     sharded = _shard_batch(model, shapes, rules, mesh, num)
-    arrays = {name: x for name, x in sharded.items() if name != SAMPLE_IDS}
-    with refusals_of(model, "check_batch"):
-        model.check_batch(arrays, dict(facts or {}))
-    shard = Sharder(mesh, rules)
-    staged = staging.bind(model, mesh, rules, pipeline) if staging else None
-    bound = {"model": model, "shard": shard, "seed": seed, "pipeline": staged}
-    compute = functools.partial(
-        step_lib.gradients, num_microbatches=num, first_row=first_row, **bound
-    )
-    update = functools.partial(
-        step_lib.apply,
-        model=model,
+    _check_batch(model, sharded, facts)
+    computations = _computations(
+        model,
+        Sharder(mesh, rules),
+        staging.bind(model, mesh, rules, pipeline) if staging else None,
+        seed,
+        gradients={"num_microbatches": num, "first_row": first_row},
         make_tx=make,
         learning_rate=rate,
         max_grad_norm=max_grad_norm,
         skip_grad_norm=skip_grad_norm,
     )
-    evaluate = functools.partial(step_lib.eval_step, **bound)
     is_uncached = staging is not None and mesh.devices.flat[0].platform == "cpu"
-    program = Program(
-        model,
-        mesh,
-        rules,
-        layout,
-        sharded,
-        staging,
-        init=functools.partial(layout.create, mesh=mesh),
-        **_jit(
-            compute,
-            update,
-            evaluate,
-            layout.shardings(mesh),
-            {name: x.sharding for name, x in sharded.items()},
-            donate=donate,
-            is_uncached=is_uncached,
-        ),
+    functions = _jit(
+        *computations, layout, sharded, mesh, donate=donate, is_uncached=is_uncached
     )
+    program = Program(model, mesh, rules, layout, sharded, staging, **functions)
     _check_idle_axes(program)
     return program
+
+
+def _check_batch(model: Model, batch: Batch, facts: Mapping[str, Any] | None) -> None:
+    arrays = {name: x for name, x in batch.items() if name != SAMPLE_IDS}
+    with refusals_of(model, "check_batch"):
+        model.check_batch(arrays, dict(facts or {}))
+
+
+def _computations(
+    model: Model,
+    shard: Sharder,
+    staged: Any,
+    seed: int,
+    *,
+    gradients: Mapping[str, int],
+    **update: Any,
+) -> tuple[Any, Any, Any]:
+    """Returns the functions that compute gradients, update the state and evaluate.
+
+    Args:
+      gradients, update: further arguments of `step.gradients` and of `step.apply`.
+    """
+    bound = {"model": model, "shard": shard, "seed": seed, "pipeline": staged}
+    return (
+        functools.partial(step_lib.gradients, **gradients, **bound),
+        functools.partial(step_lib.apply, model=model, **update),
+        functools.partial(step_lib.eval_step, **bound),
+    )
 
 
 def _jit(
     compute: Any,
     update: Any,
     evaluate: Any,
-    state: State,
-    batch: Mapping[str, NamedSharding],
+    layout: Layout,
+    shapes: Batch,
+    mesh: Mesh,
     *,
     donate: bool,
     is_uncached: bool,
 ) -> dict[str, Any]:
-    """Jits the functions of a Program, by name, with these shardings."""
-    replicated = NamedSharding(state.step.mesh, P())  # type: ignore
+    """Jits the functions of a Program, by name, with the shardings of its arrays."""
+    state, replicated = layout.shardings(mesh), NamedSharding(mesh, P())
+    batch = {name: x.sharding for name, x in shapes.items()}
     grads = step_lib.Gradients(replicated, state.params, replicated, replicated)  # type: ignore
     donated = {"donate_argnums": 0} if donate else {}
 
@@ -204,6 +214,7 @@ def _jit(
 
     step = functools.partial(step_lib.train_step, compute=compute, update=update)
     return {
+        "init": functools.partial(layout.create, mesh=mesh),
         "gradients": jit(compute, (state, batch), grads),
         "apply": jit(update, (state, grads), (state, replicated), **donated),
         "step": jit(step, (state, batch), (state, replicated), **donated),

@@ -1,7 +1,8 @@
 """Trains a model: from a config to a trained state, in the order things are created."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,16 +225,9 @@ def train(
         )
         phases.reached("ready")
         observer = observer if group.is_first else None
-        try:
+        with _closing(run):
             position = _begin(run, opened.record, origins or {}, config_text)
             state = _train(run, position, opened.record.hosts, observer)
-        except BaseException as error:
-            _leave(run, type(error).__name__)
-            raise
-        else:
-            _leave(run, "done")
-        finally:
-            run.checkpoints.close()
         ledger.event("done", step=int(state.step))
         watchdog.beat(allow=ALLOW_SECONDS)
         finish(run, state, observer)
@@ -285,6 +279,20 @@ def _learner(
     learner = Learner(opened.prepared, group, ledger, owner=owner, on_wait=on_wait)
     console.print(learner.describe(), markup=False)
     return learner
+
+
+@contextlib.contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """Leaves the service, if the run is a learner, and closes the checkpoints."""
+    try:
+        yield
+    except BaseException as error:
+        _leave(run, type(error).__name__)
+        raise
+    else:
+        _leave(run, "done")
+    finally:
+        run.checkpoints.close()
 
 
 def _leave(run: Run, reason: str) -> None:
