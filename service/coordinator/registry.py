@@ -52,7 +52,7 @@ class Registry(dict[str, Registered]):
     def take_lost(
         self, now: float, groups: Iterable[ServerGroup]
     ) -> dict[str, tuple[RemoteServer, str]]:
-        """Removes servers that were not heard of; returns them with the reason.
+        """Removes servers that sent no heartbeat; returns them with the reason.
 
         Of servers of which others have all that they hold, less patience is needed.
 
@@ -69,7 +69,7 @@ class Registry(dict[str, Registered]):
         for name, registered in self.items():
             limit = short if name in spared else long
             if away > limit / 2:
-                # This process was paused, and heard nobody: all get another lease.
+                # This process was paused, and got no heartbeat: all get another lease.
                 registered.beats.heard = now
             if now - registered.beats.heard > limit:
                 why = f"server {name} is lost: not heard of for {limit:g} s"

@@ -86,11 +86,11 @@ class ServerGroup:
     """The servers of one job, and which of them has which block.
 
     With several copies of each block, a server that is lost leaves the group, and calls
-    go on with the others. All but `note`, `leave`, `is_free` and `describe` is for the
-    thread of the job.
+    continue with the others. All but `note`, `leave`, `is_free` and `describe` is for
+    the thread of the job.
 
     Attributes:
-      placement: where the blocks are, and where they shall be.
+      placement: where the blocks are, and where they will be.
       held: for each server, the blocks that it has.
     """
 

@@ -139,7 +139,7 @@ class Mover:
                     continue
                 for block in todo[name]:
                     tried[block] += 1
-                # One that shall hold a block may not have it yet, one may be lost.
+                # One that will hold a block may not have it yet, one may be lost.
                 if any(tried[b] % len(targets[b]) == 0 for b in todo[name]):
                     errors.append(count)
             retries.after(errors, placement.epoch)
@@ -227,7 +227,7 @@ def _outcome(future: concurrent.futures.Future[int]) -> int | Exception:
     except Refused as error:
         return error
     except ValueError as error:  # gRPC's: the channel was closed, the server is lost
-        return Unavailable(f"a server has no part in the job any more ({error})")
+        return Unavailable(f"a server no longer serves this job ({error})")
     except Exception as error:
         return error
 

@@ -26,7 +26,7 @@ SERVICE = "meshloom"
 LEADER_KEY = "leader"  # in the metadata of an answer: who leads instead
 # Chunks of tensors have 512 KiB. The spec of a job has some 50 bytes for each block.
 MAX_MESSAGE = 64 << 20
-# Connections that are silent are asked for a sign of life, so that a partition is
+# Connections that are silent are asked for a heartbeat, so that a partition is
 # noticed; a server allows it as often as clients do it.
 OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
