@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .target import Target
+from .target import Launcher
 
 
 def add_supervision(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def supervise(target: Target, args: argparse.Namespace, processes: int) -> int:
+def supervise(target: Launcher, args: argparse.Namespace, processes: int) -> int:
     """Runs a job until it is done; returns the exit code."""
     from .settings import Settings
     from .supervisor import Supervisor

@@ -14,7 +14,7 @@ processes of the service:
 | another server, or the coordinator with 69 (it has lost one) | the whole service |
 | the supervisor of a learner, with neither 0, 1 nor 2 | the learner |
 
-The others go on without a learner that has given up. Bad input ends everything.
+The others continue without a learner that has given up. Bad input ends everything.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class FleetSettings:
       spare_seconds: how much longer we wait for a learner's supervisor, which kills
         what is left of its workers after `grace_seconds`.
       status_seconds: the time between two status lines.
-      silent_seconds: how long the coordinator may give no sign of life. One that is
+      silent_seconds: how long the coordinator may send no heartbeat. One that is
         stopped keeps the lock of its log, so it must be killed before another starts.
     """
 
@@ -157,14 +157,14 @@ class Fleet:
             time.sleep(self._settings.poll_seconds)
 
     def _look(self) -> None:
-        """Shows what everyone prints, and takes note of progress."""
+        """Shows what everyone prints, and records progress."""
         self._logs.show()
         for learner in self._learners:
             learner.look()
         seconds = self._settings.silent_seconds
         for part in self._service:
             if part.kill_if_silent(seconds):
-                say(f"{part.name} gave no sign of life for {seconds:g} s; killing it")
+                say(f"{part.name} sent no heartbeat for {seconds:g} s; killing it")
         if (commit := last_commit(self._run)) is not None:
             if self._seen is not None and commit < self._seen:
                 # The service went on from a checkpoint. Computing again is progress
@@ -235,7 +235,7 @@ class Fleet:
         return self._after_giving_up(learner)
 
     def _after_giving_up(self, learner: Learner) -> int | None:
-        """Goes on with the other learners, if they can go on without this one."""
+        """Continues with the other learners, if they can do without this one."""
         line = learner.last_line()
         self._logs.event("gave up", name=learner.name, reason=line)
         if learner.highest is None and self._commit is None:
@@ -244,7 +244,7 @@ class Fleet:
                 f"for, saying {line!r}; stopping"
             )
             return self._fail(GAVE_UP)
-        say(f"{learner.name} gave up; the others go on without it")
+        say(f"{learner.name} gave up; the others continue without it")
         return None
 
     def _decide(

@@ -155,7 +155,7 @@ class Learner(Part):
         return report and report.step
 
     def look(self) -> None:
-        """Takes note of progress, after which restarts are counted anew."""
+        """Records progress, after which restarts are counted anew."""
         step = self.step
         if step is not None and (self.highest is None or step > self.highest):
             self.highest = step

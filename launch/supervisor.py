@@ -17,7 +17,7 @@ from .progress_watch import Watch
 from .restarts import Restarts
 from .settings import Settings
 from .stop_signals import StopSignals
-from .target import Attempt, Target
+from .target import Attempt, Launcher
 from .warm import Warm
 from .workers import Group, Heir
 
@@ -42,7 +42,7 @@ class Supervisor:
     when the thread that started them ends.
     """
 
-    def __init__(self, target: Target, folder: Path, settings: Settings):
+    def __init__(self, target: Launcher, folder: Path, settings: Settings):
         self._target, self._settings = target, settings
         self._logs = Logs(folder)
         self._heir = Heir()

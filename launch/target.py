@@ -1,6 +1,6 @@
 """Where a job runs: the interface of the modules in targets/.
 
-A supervised target (`Target`: this machine, mpirun, srun, ssh) has `hosts`,
+A supervised target (`Launcher`: this machine, mpirun, srun, ssh) has `hosts`,
 `environment` and `start`; the supervisor follows what was started and stops it. A
 target that hands the job over to a scheduler (`Submitted`: sbatch, kubectl) also has
 its own `follow` and `stop`.
@@ -59,7 +59,7 @@ class Command:
     host: str = ""
 
 
-class Target(abc.ABC):
+class Launcher(abc.ABC):
     """Runs `command` as every process of a job.
 
     Args:

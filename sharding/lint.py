@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 from .plans import PLANS
-from .rules import ROLES, Role, Row, Rules
+from .rules import ROLES, Role, Rule, Rules
 
 
 def lint(
@@ -43,12 +43,12 @@ def lint(
     return notes
 
 
-def _is_standard(row: Row) -> bool:
+def _is_standard(row: Rule) -> bool:
     """Returns whether the row is from built-in plans; `also` joins two plan names."""
     return all(plan in PLANS for plan in row.plan.split("+"))
 
 
-def _is_used(row: Row, rules: Rules, used: set[tuple[str, Role]]) -> bool:
+def _is_used(row: Rule, rules: Rules, used: set[tuple[str, Role]]) -> bool:
     """Returns whether a lookup reached the row, or could in an unresolved role."""
     roles = ROLES if row.role is None else (row.role,)
     reached = [role for role in roles if rules.find(row.name, role) is row]
@@ -60,7 +60,7 @@ def _is_used(row: Row, rules: Rules, used: set[tuple[str, Role]]) -> bool:
     return bool(unresolved) and (named or row.role is not None)
 
 
-def _suggestion(row: Row, used: set[tuple[str, Role]]) -> str:
+def _suggestion(row: Rule, used: set[tuple[str, Role]]) -> str:
     names = {name for name, _ in used} - {row.name}
     close = difflib.get_close_matches(row.name, sorted(names), n=1)
     return f"  (did you mean {close[0]!r}?)" if close else ""

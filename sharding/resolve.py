@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from .mesh import AXES, Sizes, mesh_sizes
-from .rules import Candidate, Role, Row, Rules, check_role
+from .rules import Candidate, Role, Rule, Rules, check_role
 
 Axes = tuple[str | None, ...]
 
@@ -179,7 +179,7 @@ def resolve_dimensions(
 
 def _one_dimension(
     logical: str,
-    row: Row,
+    row: Rule,
     size: int,
     sizes: Sizes,
     used: dict[str, str],
@@ -216,7 +216,7 @@ def _one_dimension(
 
 
 def _refuse_indivisible(
-    dimension: Dimension, row: Row, sizes: Sizes, name: str
+    dimension: Dimension, row: Rule, sizes: Sizes, name: str
 ) -> None:
     """Raises Indivisible for a dimension replicated only because nothing divides it.
 

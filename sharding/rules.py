@@ -39,8 +39,8 @@ def check_role(role: Any, whose: str = "") -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One row of the table. `plan` is the plan it came from."""
+class Rule:
+    """One row of the table `Rules`. `plan` is the plan it came from."""
 
     name: str
     candidates: tuple[Candidate, ...]
@@ -69,12 +69,12 @@ class Rules:
         and in `Sharder`.
     """
 
-    rows: tuple[Row, ...] = ()
-    replaced: tuple[tuple[Row, Row], ...] = ()
+    rows: tuple[Rule, ...] = ()
+    replaced: tuple[tuple[Rule, Rule], ...] = ()
     strict: bool = True
 
     def __post_init__(self):
-        seen: dict[tuple[str, Role | None], Row] = {}
+        seen: dict[tuple[str, Role | None], Rule] = {}
         for row in self.rows:
             if other := seen.get((row.name, row.role)):
                 raise ValueError(
@@ -111,7 +111,7 @@ class Rules:
             )
         return cls(
             tuple(
-                Row(name, _candidates(name, value), role, plan, also)
+                Rule(name, _candidates(name, value), role, plan, also)
                 for name, value in table.items()
             )
         )
@@ -129,7 +129,7 @@ class Rules:
         strict = self.strict and other.strict
         return Rules((*kept, *other.rows), tuple(replaced), strict)
 
-    def _joined(self, row: Row) -> Row:
+    def _joined(self, row: Rule) -> Rule:
         """Returns a row with `also`, merged into this table's row for the same name."""
         assert row.role is not None
         base = self.find(row.name, row.role)
@@ -140,9 +140,9 @@ class Rules:
             more = tuple(axis for axis in row.candidates[0] if axis not in given)
             candidates += [(*given, *more), given] if more else [given]
         plan = f"{base.plan}+{row.plan}"
-        return Row(row.name, tuple(candidates), row.role, plan)
+        return Rule(row.name, tuple(candidates), row.role, plan)
 
-    def find(self, name: str, role: Role) -> Row | None:
+    def find(self, name: str, role: Role) -> Rule | None:
         """Returns the row for a name and role; a row for the role takes precedence."""
         general = None
         for row in self.rows:
@@ -178,7 +178,7 @@ class Rules:
                 f"{', '.join(self.mesh_axes) or 'none'}."
             )
 
-        def renamed(row: Row) -> Row:
+        def renamed(row: Rule) -> Rule:
             candidates = tuple(
                 tuple(dict.fromkeys(names.get(axis, axis) for axis in candidate))
                 for candidate in row.candidates
@@ -202,11 +202,11 @@ class Rules:
         return "\n".join(str(row) for row in self.rows)
 
 
-def _replaces(new: Row, old: Row) -> bool:
+def _replaces(new: Rule, old: Rule) -> bool:
     return new.name == old.name and (new.role is None or new.role == old.role)
 
 
-def _keeps(new: Row, old: Row) -> bool:
+def _keeps(new: Rule, old: Rule) -> bool:
     """Returns whether the new row still tries every candidate of the old one."""
     return set(old.candidates) <= set(new.candidates)
 

@@ -64,9 +64,9 @@ def duration(seconds: float) -> str:
     return f"{days} d {rest:02} h"
 
 
-def percent(share: float) -> str:
+def percent(share: float, digits: int = 1) -> str:
     """0.125 -> '12.5 %'."""
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.{digits}f} %"
 
 
 def counted(number: int, noun: str) -> str:

@@ -44,7 +44,7 @@ def eight_devices():
 
 @pytest.fixture(scope="module", autouse=True)
 def cache_of_compiled_programs(request):
-    """Off for pipelines: from the cache, their programs hang (see run/prepare.py)."""
+    """Off for pipelines: from the cache, their programs hang: program/uncached.py."""
     marks = request.node.iter_markers("compiles_anew")
     jax.config.update("jax_enable_compilation_cache", not any(marks))
     compilation_cache.reset_cache()

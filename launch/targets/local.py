@@ -8,7 +8,7 @@ from ..logs import Logs
 from ..target import (
     Attempt,
     Command,
-    Target,
+    Launcher,
     job_environment,
     local_host,
     own_variables,
@@ -71,7 +71,7 @@ def _launch_fleet(args: argparse.Namespace) -> int:
     return fleet_flags.launch(args, "local", shares, processes=processes)
 
 
-class Local(Target):
+class Local(Launcher):
     """Processes on this machine, each a child of the supervisor."""
 
     def hosts(self, processes: int) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import flags, fleet_flags
 from ..logs import Logs
-from ..target import Attempt, Command, Target, carried, local_host, rank_command
+from ..target import Attempt, Command, Launcher, carried, local_host, rank_command
 
 SUMMARY = (
     "run a command as several processes with mpirun (Open MPI or MPICH), and restart "
@@ -101,7 +101,7 @@ def _launch_fleet(args: argparse.Namespace, slots: list[str]) -> int:
     return fleet_flags.launch(args, "mpi", shares, processes=processes, hosts=slots)
 
 
-class Mpi(Target):
+class Mpi(Launcher):
     """One mpirun that starts all processes.
 
     Args:

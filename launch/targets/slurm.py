@@ -16,7 +16,7 @@ from .. import flags, fleet_flags
 from ..exit_codes import PREEMPTED
 from ..logs import Logs, say
 from ..schedulers import expand
-from ..target import Attempt, Command, Target, rank_command
+from ..target import Attempt, Command, Launcher, rank_command
 
 SUMMARY = (
     "submit a command as a Slurm job, or inside an allocation run it with srun, and "
@@ -187,7 +187,7 @@ def step_options(args: argparse.Namespace) -> list[str]:
     return options + args.srun_option
 
 
-class SlurmStep(Target):
+class SlurmStep(Launcher):
     """One srun that starts all processes, on all nodes of the allocation."""
 
     most: int

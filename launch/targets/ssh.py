@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import flags, fleet_flags
 from ..logs import Logs
-from ..target import Attempt, Command, Target, carried, local_host, own_variables
+from ..target import Attempt, Command, Launcher, carried, local_host, own_variables
 
 SUMMARY = (
     "run a command on a list of hosts over ssh, and restart all processes when one "
@@ -95,7 +95,7 @@ def _launch_fleet(args: argparse.Namespace, hosts: list[str]) -> int:
     return fleet_flags.launch(args, "ssh", shares, processes=processes, hosts=hosts)
 
 
-class Ssh(Target):
+class Ssh(Launcher):
     """Processes that live as long as our ssh connection to their host.
 
     Meshloom must be installed at the same path on every host, for instance on a shared

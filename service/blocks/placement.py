@@ -1,7 +1,7 @@
-"""Which servers hold the blocks of a job now, and which shall: what a change leads to.
+"""Which servers hold the blocks of a job now, and which will: what a change leads to.
 
 Blocks move while the training goes on. Until all have arrived, contributions go to the
-servers that held a block and to those that shall hold it; so whichever of them is lost
+servers that held a block and to those that will hold it; so whichever of them is lost
 next, the others have all that was acknowledged.
 """
 
@@ -26,7 +26,7 @@ class Placement:
       since: the epoch from which on contributions reach all servers that need them.
       before: the servers that held all blocks when nothing moved last.
       lost: those of them that are lost.
-      members: the servers that shall hold all blocks; `before` if nothing moves.
+      members: the servers that will hold all blocks; `before` if nothing moves.
     """
 
     copies: int
@@ -71,7 +71,7 @@ class Placement:
         return self._changed(lost=tuple(sorted(lost)), members=members)
 
     def with_members(self, names: tuple[str, ...]) -> "Placement":
-        """Returns what follows when servers come, or shall go."""
+        """Returns what follows when servers come, or will go."""
         return self._changed(members=tuple(sorted(names)))
 
     def settled(self) -> "Placement":

@@ -1,4 +1,4 @@
-"""The board of a job: what each learner may do next, and who was heard of when.
+"""The board of a job: what each learner may do next, and its last heartbeat.
 
 It is all that the job's thread and the threads of the calls share. Its lock is held for
 a few assignments, never during a call, a write to disk or an engine's decision.
@@ -74,13 +74,13 @@ class Board:
             self._heard[learner, incarnation] = now
 
     def take_heard(self) -> dict[tuple[int, int], float]:
-        """Returns who was heard of since the last time, and when."""
+        """Returns who has sent a heartbeat since the last time, and when."""
         with self._changed:
             heard, self._heard = self._heard, {}
         return heard
 
     def look(self) -> tuple[dict[int, Place], dict[tuple[int, int], float]]:
-        """Returns all places, and who was heard of since `take_heard`."""
+        """Returns all places, and who has sent a heartbeat since `take_heard`."""
         with self._changed:
             return dict(self._places), dict(self._heard)
 

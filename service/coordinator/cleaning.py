@@ -1,4 +1,4 @@
-"""Removes what nobody needs any more, every now and then and when it is asked for.
+"""Removes unneeded state, periodically and on request.
 
 - Pieces that learners left on the servers. What a learner had sent in whole is dropped
   with the commit after; of one that was killed while it sent, the coordinator was never

@@ -93,7 +93,7 @@ class Coordinator:
     # Calls of servers.
 
     def register_server(self, message: Message) -> Message:
-        """Takes in a server. Jobs of the log are taken up once all are there."""
+        """Takes in a server. Jobs of the log are loaded once all are there."""
         name, address = (requests.text(message, field) for field in ("name", "address"))
         if (found := message.get("version", self._version)) != self._version:
             raise Refused(
@@ -197,7 +197,7 @@ class Coordinator:
         return driver.job.servers.describe()
 
     def contribute(self, message: Message) -> Message:
-        """Takes note of a contribution that the servers have, or of a sum of some.
+        """Records a contribution that the servers have, or of a sum of some.
 
         One that was sent to a merger is not on the servers: it must be sent again.
         """
@@ -229,7 +229,7 @@ class Coordinator:
         }
 
     def clean(self, message: Message) -> Message:
-        """Removes what nobody needs any more, of one job or of all; says what."""
+        """Removes unneeded state, of one job or of all; says what."""
         if "job" in message:
             self._driver(message)
         self._await(lambda: not self._waiting, "servers")
@@ -254,7 +254,7 @@ class Coordinator:
             return self._must_fix
 
     def watch(self) -> None:
-        """Notices servers that were not heard of; to be called every now and then.
+        """Notices servers that sent no heartbeat; to be called periodically.
 
         Raises Deposed if another coordinator may lead.
         """

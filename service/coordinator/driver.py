@@ -201,7 +201,7 @@ class Driver:
                 return taken
 
     def _refuse(self, pending: list[Request], reason: str) -> None:
-        """Answers what will not be done any more."""
+        """Answers what will no longer be done."""
         for request in pending:
             if not request.answer.done():
                 request.answer.set_exception(Unavailable(reason))

@@ -58,7 +58,7 @@ class Job:
         self.reset(make_history(around.log.read(spec.job)))
 
     def reset(self, history: History) -> None:
-        """Forgets everything and takes up a history, without acting on it yet."""
+        """Forgets everything and loads a history, without acting on it yet."""
         spec, settings = self.spec, self.around.settings
         self.is_initialized = history.is_initialized
         self.is_finished = history.is_finished
@@ -104,7 +104,7 @@ class Job:
         }
 
     def contribute(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes note of a contribution that the servers have; may be repeated."""
+        """Records a contribution that the servers have; may be repeated."""
         body = requests.contributed(message, self.now())
         event = body["event"]
         member = self.members.get(event["learner"], event["incarnation"])
@@ -126,7 +126,7 @@ class Job:
         return {"state": "ok", "version": self.engine.version}
 
     def contribute_sum(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes note of a sum of contributions: of all in it, or of none."""
+        """Records a sum of contributions: of all in it, or of none."""
         known = self._received, self.members, self._places
         bodies, gone = sums.judged(message, self.spec, self.now(), *known)
         for body in bodies:
@@ -158,7 +158,7 @@ class Job:
         return {"state": "ok"}
 
     def report(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes note of an evaluation; may be repeated."""
+        """Records an evaluation; may be repeated."""
         row = evaluations.row_of(message, self.now())
         if self._evaluations.is_new(row):
             self._evaluations.add(row)

@@ -13,8 +13,8 @@ class Member:
 
     Attributes:
       owner: what the learner calls itself; the same owner may replace itself at once.
-      heard: when it was heard of last.
-      expires: time after which the learner counts as lost unless it is heard of.
+      heard: when it last sent a heartbeat.
+      expires: time after which the learner counts as lost unless it sends a heartbeat.
       must_rejoin: whether the service restarted from a checkpoint since it joined, so
         that its parameters may come from a version that no longer exists.
       last_round: the last round that it contributed.
@@ -118,7 +118,7 @@ class Members:
         return [m for m in self._live.values() if m.expires < now]
 
     def hear(self, learner: int, incarnation: int, now: float) -> None:
-        """Renews the lease of a learner that was heard of at `now`."""
+        """Renews the lease of a learner that sent a heartbeat at `now`."""
         member = self.get(learner, incarnation)
         if member is not None and not member.must_rejoin:
             member.heard = max(member.heard, now)

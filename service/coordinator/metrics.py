@@ -5,7 +5,7 @@ from typing import Any
 
 from ..wire.exposition import Metric, Sample
 
-Row = Mapping[str, Any]
+Status = Mapping[str, Any]
 
 OF_JOB = (
     ("version", "gauge", "Newest version of the shared parameters.", "version"),
@@ -22,16 +22,16 @@ OF_LEARNER = (
         *("learner_staleness_commits", "gauge"),
         *("Commits since the version that a learner started from.", "staleness"),
     ),
-    ("learner_heard_seconds", "gauge", "Seconds since a sign of life.", "heard_s"),
+    ("learner_heard_seconds", "gauge", "Seconds since the last heartbeat.", "heard_s"),
 )
 OF_SERVER = (
-    ("server_heard_seconds", "gauge", "Seconds since a sign of life.", "heard_s"),
+    ("server_heard_seconds", "gauge", "Seconds since the last heartbeat.", "heard_s"),
     ("server_held_blocks", "gauge", "Blocks that a server holds.", "blocks"),
     ("server_held_bytes", "gauge", "Bytes of these blocks.", "bytes"),
 )
 
 
-def of_coordinator(status: Row | None) -> list[Metric]:
+def of_coordinator(status: Status | None) -> list[Metric]:
     """Returns the metrics of a status; None: of a coordinator that stands by."""
     leads = [Sample({}, float(status is not None))]
     found = [_metric("leads", "gauge", "1 if this coordinator leads.", leads)]
@@ -57,7 +57,7 @@ def of_coordinator(status: Row | None) -> list[Metric]:
 
 def _metrics(
     kinds: Iterable[tuple[str, Any, str, str]],
-    rows: list[tuple[dict[str, str], Row]],
+    rows: list[tuple[dict[str, str], Status]],
 ) -> list[Metric]:
     """Returns a metric of each kind, with a sample of each row that has the number."""
     return [

@@ -67,7 +67,7 @@ class Registry(dict[str, Registered]):
     def take_lost(
         self, now: float, groups: Iterable[ServerGroup]
     ) -> dict[str, tuple[RemoteServer, str]]:
-        """Removes servers that were not heard of; returns them with the reason.
+        """Removes servers that sent no heartbeat; returns them with the reason.
 
         A server of which others have all that it holds gets less time.
 
@@ -88,7 +88,7 @@ class Registry(dict[str, Registered]):
                 if all(group.can_spare(name) for group in used[name]):
                     limit = short
             if away > limit / 2:
-                # This process was paused, and heard nobody: all get another lease.
+                # This process was paused, and got no heartbeat: all get another lease.
                 registered.beats.heard = now
             elif silent > limit:
                 why = f"server {name} is lost: not heard of for {limit:g} s"

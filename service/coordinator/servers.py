@@ -92,11 +92,11 @@ class ServerGroup:
     """The servers of one job, and which of them has which block.
 
     With several copies of each block, a server that is lost leaves the group, and calls
-    go on with the others. `note`, `leave`, `is_free`, `can_spare` and `describe` are
+    continue with the others. `note`, `leave`, `is_free`, `can_spare` and `describe` are
     for any thread, all else is for the thread of the job.
 
     Attributes:
-      placement: where the blocks are, and where they shall be.
+      placement: where the blocks are, and where they will be.
       held: for each server, the blocks that it has.
     """
 

@@ -22,7 +22,7 @@ class Settings:
     """How patient a job is, and how often it saves.
 
     Attributes:
-      lease_seconds: who was not heard of for so long counts as lost.
+      lease_seconds: who sends no heartbeat for so long counts as lost.
       failover_seconds: the same for servers that hold no only copy of a block.
       rejoin_seconds: how long learners may take to find a service that restarted.
       save_every: commits between checkpoints.

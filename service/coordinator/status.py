@@ -1,7 +1,7 @@
 """What there is to say about a job and its servers, for people and for monitoring.
 
-The job's thread posts the status of its job every now and then; times of a sign of life
-become seconds when somebody asks.
+The job's thread posts the status of its job periodically; times of heartbeats
+become seconds when it is asked for.
 """
 
 import collections
@@ -113,7 +113,7 @@ def _members(job: Job) -> list[Status]:
 
 
 def answer(status: Mapping[str, Any], board: Board, now: float) -> Status:
-    """Returns a status with signs of life as seconds ago, also those of just now."""
+    """Returns a status with heartbeats as seconds ago, also those of just now."""
     _, heard = board.look()
     rows = []
     for row in status.get("members", ()):
@@ -131,7 +131,7 @@ class ServerBeats:
     """What a server said with its beats: the blocks it holds, and what it moved.
 
     Attributes:
-      heard: when it was heard of last.
+      heard: when it last sent a heartbeat.
     """
 
     def __init__(self, address: str, now: float):

@@ -24,7 +24,7 @@ from . import shards
 from .shards import Arrays, Host, Piece
 
 
-class _Plan(NamedTuple):
+class _Packing(NamedTuple):
     """What is compiled for one shard: its box, and the boxes that are packed."""
 
     codec: Codec
@@ -81,7 +81,7 @@ class Compressor:
                     continue
                 box = shards.box_of(shard.index, array.shape)
                 found = self._pieces(leaf, box, fragment)
-                plan = _Plan(self._codec, box, tuple(part for _, _, part in found))
+                plan = _Packing(self._codec, box, tuple(part for _, _, part in found))
                 minus = None if base is None else base[leaf, box]
                 packed, rest = _pack(
                     plan, shard.data, minus, None if old is None else old[shard.device]
@@ -144,7 +144,7 @@ def _by_device(array: jax.Array) -> Mapping[Any, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pack(
-    plan: _Plan, array: jax.Array, base: Any, residual: jax.Array | None
+    plan: _Packing, array: jax.Array, base: Any, residual: jax.Array | None
 ) -> tuple[list[list[jax.Array]], jax.Array | None]:
     """Returns the packed parts of one shard, and what is left over."""
     x = array.astype(jnp.float32)

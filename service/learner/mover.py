@@ -156,7 +156,7 @@ class Mover:
                 left = [block for block in todo[name] if block in tried]
                 for block in left:
                     tried[block] += 1
-                # One that shall hold a block may not have it yet, one may be lost.
+                # One that will hold a block may not have it yet, one may be lost.
                 if error and any(tried[b] % len(targets[b]) == 0 for b in left):
                     errors.append(error)
             retries.after(errors, placement.epoch)
@@ -270,7 +270,7 @@ def _outcome(future: concurrent.futures.Future[None]) -> Exception | None:
     except Refused as error:
         return error
     except ValueError as error:  # gRPC's: the channel was closed, the server is lost
-        return Unavailable(f"a server has no part in the job any more ({error})")
+        return Unavailable(f"a server no longer serves this job ({error})")
     except Exception as error:
         return error
 

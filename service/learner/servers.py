@@ -58,7 +58,7 @@ class Servers:
     def channel(self, name: str) -> Channel:
         with self._lock:
             if name not in self._channels:
-                raise Unavailable(f"server {name} has no part in the job any more")
+                raise Unavailable(f"server {name} no longer serves this job")
             return self._channels[name]
 
     def refresh(self) -> None:

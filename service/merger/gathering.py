@@ -10,7 +10,7 @@ from typing import Any
 
 from ..wire.sums import Key, contributions_of
 
-# How long learners are waited for that are here, but were not told to begin this round.
+# How long to wait for learners that are connected, but not told to begin this round.
 GRACE_SECONDS = 2.0
 
 
@@ -19,7 +19,7 @@ class Child:
     """A learner below this merger, directly or not.
 
     Attributes:
-      heard: when it was heard of last.
+      heard: when it last sent a heartbeat.
       released: the last round that it was told to begin.
       contributed: the last round that it contributed here.
     """
@@ -65,7 +65,7 @@ class Gathering:
     It has no clock and no lock.
 
     Args:
-      silence_seconds: who was not heard of for so long is not waited for.
+      silence_seconds: who sends no heartbeat for so long is not waited for.
     """
 
     def __init__(self, silence_seconds: float):
@@ -102,7 +102,7 @@ class Gathering:
                 child.contributed = max(child.contributed, round)
 
     def look(self, now: float) -> None:
-        """Removes the learners that were not heard of."""
+        """Removes the learners that sent no heartbeat."""
         if self._looked is not None and now - self._looked > self._silence / 2:
             for child in self.children.values():  # this process was paused
                 child.heard = now

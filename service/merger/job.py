@@ -24,7 +24,7 @@ from .gathering import Gathering, Item, without
 from .upstream import Upstream
 from .versions import Versions
 
-SILENCE_SECONDS = 6.0  # learners give a sign of life every two seconds
+SILENCE_SECONDS = 6.0  # learners send a heartbeat every two seconds
 LOOK_SECONDS = 0.25
 RETRY_SECONDS = 0.5
 WAIT_SECONDS = 10.0  # at most, of a call that waits for its sum
@@ -73,7 +73,7 @@ class MergedJob:
     # What learners, and mergers below, ask for.
 
     def opened(self, answer: Mapping[str, Any]) -> None:
-        """Takes note of what above has answered about the servers there."""
+        """Records what the upstream has answered about the servers there."""
         self._upstream.use(answer)
         self._versions.clear()
 

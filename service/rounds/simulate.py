@@ -289,9 +289,6 @@ class Simulation:
         share = (last - first) * self._cluster.pull_share
         return self._fragment_bytes * min(share, 1.0)
 
-    def _transfer(self, speed: float) -> float:
-        return self._cluster.latency + self._fragment_bytes / speed
-
     def _plan(self, learner: Learner, kind: str, start: float, end: float) -> None:
         if end > start:
             learner.plan.append(Segment(learner.index, kind, start, end))

@@ -39,8 +39,9 @@ class Leadership:
         """Raises Deposed, now and from now on."""
         self._is_deposed = True
         raise Deposed(
-            f"this coordinator (term {self.term}) leads no longer: its lease was not "
-            "renewed in time, or another one was elected. Start it again to stand by"
+            f"this coordinator (term {self.term}) is no longer the leader: its lease "
+            "was not renewed in time, or another one was elected. Start it again to "
+            "stand by"
         )
 
     def resign(self) -> None:

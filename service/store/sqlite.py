@@ -156,7 +156,7 @@ class SqliteStore:
             execute("UPDATE newest SET revision = ?", (revision,))
 
     def _note(self, keys: Iterable[str]) -> None:
-        """Takes note of what has changed, and wakes up who waits for it."""
+        """Records what has changed, and wakes up who waits for it."""
         for key in keys:
             self._recent.append((self._revision, key))
             self._revisions.pop(key, None)

@@ -22,7 +22,7 @@ class StoreUnavailable(ConnectionError):
 
 
 class Deposed(Exception):
-    """This process does not lead any more, so it must not act."""
+    """This process is no longer the leader, so it must not act."""
 
 
 class Item(NamedTuple):

@@ -37,7 +37,7 @@ LEADER_KEY = "leader"  # in the metadata of an answer: who leads instead
 MAX_MESSAGE = 64 << 20
 # A stream may take as long as it needs, but may not stand still for so long.
 SILENT_SECONDS = 120.0
-# Connections that are silent are asked for a sign of life, so that a partition is
+# Connections that are silent are asked for a heartbeat, so that a partition is
 # noticed; a server allows it as often as clients do it.
 OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),

@@ -26,7 +26,7 @@ class NotLeader(Unavailable):
 
 
 class NoUpstream(Unavailable):
-    """A merger is there, but gets no answer from above: ask it again, not another."""
+    """A merger whose upstream does not answer: ask it again, not another."""
 
 
 class Busy(Unavailable):

@@ -18,7 +18,7 @@ from ..sharder import Sharder
 from ..tree import resolve
 from . import loops as loops_lib
 from .chunks import Chunks
-from .loops import Rows
+from .loops import TickWork
 from .order import layer_order
 from .schedule import Schedule
 from .simulate import GATHERS, Gather
@@ -160,7 +160,7 @@ class Pipeline:
         rows, start = loops_lib.rows(self.schedule, training=training), 0
         for loop in loops_lib.loops(rows):
             stop = start + loop.num_ticks
-            part = Rows(*(jnp.asarray(table[start:stop]) for table in rows))
+            part = TickWork(*(jnp.asarray(table[start:stop]) for table in rows))
             carry, start = ticks.loop(loop, carry, part), stop
         if not training:
             return carry["sums"], None

@@ -25,7 +25,7 @@ class Kind(NamedTuple):
     embed_backward: bool  # for the backward on stage 0 at the previous tick
 
 
-class Rows(NamedTuple):
+class TickWork(NamedTuple):
     """What each tick works on, as numpy or jax arrays; IDLE for nothing.
 
     Attributes:
@@ -53,7 +53,7 @@ class Loop:
         return self.times * sum(length for _, length in self.runs)
 
 
-def rows(schedule: Schedule, *, training: bool) -> Rows:
+def rows(schedule: Schedule, *, training: bool) -> TickWork:
     """Returns the rows of a schedule; without `training`, only its forwards."""
     S, R = schedule.num_stages, schedule.num_chunks
     forward, backward = schedule.forward, schedule.backward
@@ -73,7 +73,7 @@ def rows(schedule: Schedule, *, training: bool) -> Rows:
 
     forward, backward = with_slots(forward), with_slots(backward)
     embed, embed_backward = of(forward, 0, 0), of(backward, 0, 0)
-    return Rows(
+    return TickWork(
         forward,
         backward,
         embed=np.append(embed[1:], IDLE),
@@ -82,7 +82,7 @@ def rows(schedule: Schedule, *, training: bool) -> Rows:
     )
 
 
-def loops(rows: Rows) -> list[Loop]:
+def loops(rows: TickWork) -> list[Loop]:
     """Returns the ticks of `rows` as a short list of loops, in order."""
     runs: list[tuple[Kind, int]] = []
     for kind in _kinds(rows):
@@ -102,7 +102,7 @@ def loops(rows: Rows) -> list[Loop]:
     return result
 
 
-def _kinds(rows: Rows) -> list[Kind]:
+def _kinds(rows: TickWork) -> list[Kind]:
     kinds, S = [], rows.forward.shape[1]
     busy = [(table != IDLE).any(axis=(1, 2)).tolist() for table in rows[:2]]
     outside = [(table != IDLE).tolist() for table in rows[2:]]

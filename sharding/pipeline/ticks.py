@@ -19,7 +19,7 @@ from jax import lax
 
 from ..sharder import Sharder
 from .chunks import Chunks
-from .loops import Kind, Loop, Rows
+from .loops import Kind, Loop, TickWork
 from .schedule import IDLE, Schedule
 from .stack import Batch, Stack, Sums
 from .weights import keep_sharded
@@ -99,7 +99,7 @@ class Ticks:
             }
         return carry
 
-    def loop(self, loop: Loop, carry: Carry, rows: Rows) -> Carry:
+    def loop(self, loop: Loop, carry: Carry, rows: TickWork) -> Carry:
         def once(carry, rows):
             start = 0
             for kind, length in loop.runs:
@@ -114,7 +114,7 @@ class Ticks:
         nested = jax.tree.map(lambda x: x.reshape(loop.times, -1, *x.shape[1:]), rows)
         return lax.scan(once, carry, nested)[0]
 
-    def _tick(self, kind: Kind, carry: Carry, row: Rows) -> tuple[Carry, None]:
+    def _tick(self, kind: Kind, carry: Carry, row: TickWork) -> tuple[Carry, None]:
         carry, stage, last = dict(carry), self._stage, self._num - 1
         y = pull = None
         if kind.forward:
@@ -143,7 +143,7 @@ class Ticks:
             carry["returned"] = lax.ppermute(carry["left"], PIPE, self._up)
         return carry, None
 
-    def _outside_work(self, kind: Kind, carry: Carry, y, row: Rows):
+    def _outside_work(self, kind: Kind, carry: Carry, y, row: TickWork):
         """Runs embedding, head and loss.
 
         Returns the carry, and the gradient for the last stage or None.

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,24 @@ def test_only_what_was_read_and_is_wrong_is_corrupt(
     with pytest.raises(error, match=f"checkpoint {copy}"):
         reading.read_tree(copy / STATE, target, Group())
     assert capfd.readouterr().err == ""  # no tracebacks of orbax's other reads
+
+
+def test_hooks_do_not_pile_up_and_pass_on_all_else(saved, tmp_path, monkeypatch):
+    path, _, target = saved
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: seen.append(str(args[1])))
+    hooks = []
+    for number in range(2):
+        copy = tmp_path / str(number) / "3"
+        shutil.copytree(path, copy)
+        checkpoint_faults.lose_a_file(copy)
+        with pytest.raises(CorruptCheckpoint):
+            reading.read_tree(copy / STATE, target, Group())
+        hooks.append((sys.excepthook, sys.unraisablehook))
+    assert hooks[0] == hooks[1]
+    for message in ("Event loop is closed", "another error"):
+        sys.excepthook(RuntimeError, RuntimeError(message), None)
+    assert seen == ["another error"]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ECONNRESET, errno.ESTALE])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import command, main, sets_of, train
 
-from meshloom.trainer.checkpoint import manager, manifest
+from meshloom.trainer.checkpoint import manager, manifest, reading
 from meshloom.trainer.program import state
 from meshloom.trainer.record import metrics
 from meshloom.trainer.verify import checkpoint_faults
@@ -26,11 +26,17 @@ def tear_manifest(step: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
+def empty_commit_record(step: Path) -> None:
+    (step / reading.COMMIT_RECORD).write_bytes(b"")
+
+
 DAMAGES = {
     "a flipped bit": checkpoint_faults.flip_a_bit,
     "a torn file": checkpoint_faults.tear_a_file,
     "a missing file": checkpoint_faults.lose_a_file,
     "a torn manifest": tear_manifest,
+    "a torn commit record": checkpoint_faults.tear_the_commit_record,
+    "an empty commit record": empty_commit_record,
 }
 
 

@@ -51,7 +51,15 @@ def test_the_best_are_known_after_a_restart(tmp_path, state):
 def test_a_damaged_manifest_does_not_stop_a_run(tmp_path, state):
     save(tmp_path, state, {1: 1.0, 2: 2.0}, keep=2)
     (tmp_path / "1" / "manifest" / "metadata").write_text('{"for')
-    assert save(tmp_path, state, {3: 3.0}, keep=1, keep_best=1) == [2, 3]
+    events = []
+
+    def event(kind, **facts):
+        events.append((kind, facts["step"], facts.get("reason", "")))
+
+    keep = {"keep": 1, "keep_best": 1, "event": event}
+    assert save(tmp_path, state, {3: 3.0}, **keep) == [2, 3]
+    ((_, step, reason),) = [each for each in events if each[0] == "loss_unknown"]
+    assert step == 1 and f"checkpoint {tmp_path / '1'} cannot be read" in reason
 
 
 def test_a_run_keeps_by_the_losses_of_its_evaluations(tmp_path):

@@ -1,13 +1,18 @@
 """A save in the background: how it stalls training, what it reports, how it fails."""
 
+import errno
+import os
 import threading
+import types
 
 import pytest
 from test_manager import assert_equal, make_mesh, plan, trained
 from tiny_runs import main, sets_of, train
 
+from meshloom.trainer.checkpoint import manager
 from meshloom.trainer.checkpoint.manager import Checkpoints, committed_steps
 from meshloom.trainer.checkpoint.save_stall import Stall
+from meshloom.trainer.record.failures import is_user_error
 from meshloom.trainer.record.save_errors import SaveFailed
 from meshloom.trainer.run import hooks
 
@@ -132,6 +137,31 @@ def test_a_failure_of_the_last_save_is_raised_at_the_end(tmp_path, mesh, monkeyp
         SaveFailed, match="step 7 was not written .* There is no complete"
     ):
         checkpoints.close()
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_storage_that_does_not_answer_is_not_a_folder_that_is_gone(
+    tmp_path, mesh, monkeypatch, code
+):
+    """When a save starts, and in the background; a restart may cure it."""
+    state = trained(plan(mesh), mesh, 1)
+    gate = Gate(monkeypatch)
+    checkpoints = Checkpoints(tmp_path)
+    gate.open.clear()
+    checkpoints.save(1, state)
+
+    def fail(path):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(manager, "os", types.SimpleNamespace(stat=fail))
+    gate.open.set()
+    for act in (checkpoints.wait, lambda: checkpoints.save(2, state)):
+        with pytest.raises(SaveFailed) as error:
+            act()
+        assert error.value.errno == code and not is_user_error(error.value)
+        assert os.strerror(code) in str(error.value)
+        assert "cannot be listed" in str(error.value)
+    checkpoints.close()
 
 
 def test_long_stalls_and_the_first_wait_are_printed(tmp_path, monkeypatch, capfd):

@@ -1,4 +1,4 @@
-"""Events of a service: one JSON object a line, with the lines that it says."""
+"""Events of a service: one JSON object per line, with the lines that it says."""
 
 import errno
 import json

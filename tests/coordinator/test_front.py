@@ -115,7 +115,7 @@ def test_a_coordinator_that_was_deposed_answers_nothing(store):
     assert (status["jobs"], status["servers"]) == ({}, [])
     candidate.leadership.resign()
     for name in METHODS:
-        with pytest.raises(NotLeader, match=r"\(term 1\) leads no longer"):
+        with pytest.raises(NotLeader, match=r"\(term 1\) is no longer the leader"):
             candidate.front.methods[name]({})
     with pytest.raises(Deposed):
         coordinator.watch()

@@ -134,7 +134,7 @@ def test_a_deposed_coordinator_cannot_compact(path):
     log.append("a", "spec", {})
     log.append("a", "event", {"x": 1})
     log._store.transact([], [Delete("leader")])
-    with pytest.raises(Deposed, match=r"\(term 1\) leads no longer"):
+    with pytest.raises(Deposed, match=r"\(term 1\) is no longer the leader"):
         log.compact("a", snapshot(2))
     log.close()
     log = Log.embedded(path)
@@ -163,7 +163,7 @@ def test_a_deposed_coordinator_cannot_append(path):
     log = Log.embedded(path)
     log.append("a", "event", {"x": 1})
     log._store.transact([], [Delete("leader")])  # as at the end of a lease
-    with pytest.raises(Deposed, match=r"\(term 1\) leads no longer"):
+    with pytest.raises(Deposed, match=r"\(term 1\) is no longer the leader"):
         log.append("a", "event", {"x": 2})
     for act in (log.check, log.jobs):  # and it remembers
         with pytest.raises(Deposed):

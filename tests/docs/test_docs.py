@@ -192,6 +192,28 @@ def test_python_of_the_data_page_runs(capsys):
     assert (batches[0][10]["y"] == batches[1][10]["y"]).all()
 
 
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("docs/plan.md", r"True \d+"),
+        ("docs/search.md", r"fsdp=\d+ .* True\n"),
+        ("docs/growing.md", ""),
+        ("docs/tables.md", ""),
+    ],
+)
+def test_python_of_other_pages_runs(page, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(blocks(page, "python")), {})
+    assert re.match(expected, capsys.readouterr().out)
+
+
+def test_all_python_of_pages_is_run_by_a_test():
+    tests = (ROOT / "tests").glob("*/*.py")
+    text = "".join(path.read_text() for path in tests)
+    pages = {page for page in PAGES if blocks(page, "python")}
+    assert {page for page in pages if pathlib.Path(page).name not in text} == set()
+
+
 def test_python_of_the_pipeline_page_runs_with_jax_alone(tmp_path):
     (source,) = blocks("docs/pipeline.md", "python")
     found = subprocess.run(

@@ -10,6 +10,8 @@ from paths import ROOT
 
 COMMAND_LINE = ("trainer/cli.py", "trainer/warm.py", "trainer/commands/")
 PER_PROCESS = {"os.environ", "os.getenv", "os._exit", "sys.argv", "sys.exit"}
+HOOKS = {"sys.excepthook", "sys.unraisablehook", "threading.excepthook"}
+HOOKS |= {"sys.displayhook", "logging.basicConfig", "logging.disable", "signal.signal"}
 JAX = {"jax.process_index", "jax.process_count", "jax.config.update"}
 # Each with its reason; one that is no longer needed must be removed.
 ALLOWED = {
@@ -27,6 +29,10 @@ ALLOWED = {
     "trainer/job/group.py": {"jax.process_count", "jax.process_index"},
     # Where the rows of a global array lie is a fact about jax's devices.
     "sharding/placing.py": {"jax.process_count"},
+    # Requests to stop, while a block runs.
+    "trainer/job/preemption.py": {"signal.signal"},
+    # What threads of orbax print long after the call that started them.
+    "trainer/checkpoint/quiet.py": {"sys.excepthook", "sys.unraisablehook"},
     # The compilation cache, off while a program is compiled that must not come from it.
     "trainer/program/uncached.py": {"jax.config.update"},
 }
@@ -38,7 +44,7 @@ def uses(source: str) -> set[str]:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute)
     }
-    return names & (PER_PROCESS | JAX)
+    return names & (PER_PROCESS | HOOKS | JAX)
 
 
 def library() -> list[pathlib.Path]:

@@ -83,7 +83,7 @@ def test_a_coordinator_that_is_stopped_is_killed_and_restarted(tmp_path):
         fleet.process.send_signal(signal.SIGTERM)
         assert fleet.status() == exit_codes.PREEMPTED
         assert {n for n, k in fleet.starts().items() if k == 2} == {"coordinator"}
-        assert "coordinator gave no sign of life for 1.5 s; killing it" in fleet.stderr
+        assert "coordinator sent no heartbeat for 1.5 s; killing it" in fleet.stderr
         assert "coordinator was killed by signal 9" in fleet.stderr
         (death,) = fleet.events("death")
         (start, *_) = fleet.events("start")

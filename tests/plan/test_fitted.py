@@ -6,8 +6,10 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
+import re
 
 import pytest
+from paths import ROOT
 from tiny_plans import compiled_config, config
 
 from meshloom.sharding.plans import WITH_SEQUENCE
@@ -50,6 +52,12 @@ def figures(platform: str) -> list[float]:
         found += [sum(part.bytes for part in parts) for parts in moments]
         found += [one.roofline.memory, one.roofline.step]
     return found
+
+
+def test_the_readme_promises_no_smaller_error_than_the_table_has():
+    (percent,) = re.findall(r"\[within (\d+) %\]", (ROOT / "README.md").read_text())
+    largest = max(fitted.TPU.peak_error, fitted.GPU.peak_error)
+    assert largest <= int(percent) / 100
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])

@@ -119,7 +119,7 @@ def test_on_gpus_other_things_wait_through_the_backward_pass():
     found = forecast(config(remat="full"), "h100:1x8", mesh="fsdp=8")
     token, backward = B * L // 8 * 2, parts(found, "backward")
     assert "weights, cast" not in backward
-    # Matrices that are cut along their last dimension: out and down.
+    # Matrices that are sharded along their last dimension: out and down.
     assert backward["weights, transposed"] == 4 * 4 * (D * D + D * F) // 8
     assert backward["logits"] == token * (V + D)
     assert backward["gradients"] == 4 * 4 * LAYER // 8 + 4 * 2 * 4 * D
@@ -175,7 +175,7 @@ def test_over_slices_logits_wait_through_the_backward_pass():
         ("save-named", 2, "fsdp=8", 6),  # shared keys: one, and one as multiplied
         ("save-dots", 4, "fsdp=8", 10),  # and one more that waits
         ("full", 4, "fsdp=8", 8),
-        ("full", 4, "fsdp=4,tensor=2", 10),  # it waits where heads are cut
+        ("full", 4, "fsdp=4,tensor=2", 10),  # it waits where heads are sharded
     ],
 )
 def test_scores_that_are_stored_at_once(remat, heads, mesh, expected):

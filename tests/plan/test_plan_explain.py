@@ -1,4 +1,4 @@
-"""Which arrays make up the peak: exact in sum, and each as the rules cut it."""
+"""Which arrays make up the peak: exact in sum, and each as the rules shard it."""
 
 import dataclasses
 import json
@@ -84,7 +84,7 @@ def test_a_row_has_the_array_whole_and_cut():
     kept = parts["kept"]["block input"]
     assert (kept.shape, kept.cut, kept.count) == ((B, L, D), (B // 4, L, D), 4)
     assert kept.dtype == "bfloat16" and kept.bytes == 4 * 2 * B * L * D // 4
-    # Gathered for one of four blocks; cut by tensor still.
+    # Gathered for one of four blocks; still sharded by tensor.
     whole = parts["weights, gathered"]["blocks/attention/qkv"]
     assert (whole.cut, whole.count) == ((4, D, 2, 3, 64), 1 / 4)
 

@@ -25,10 +25,10 @@ QUICK = ["--config", CONFIG, "--mesh", "fsdp=-1"]
 def test_a_short_drill(tmp_path):
     """On a mesh whose processes read and write other bytes; one fault of each kind.
 
-    Process 0 killed between save and commit; a stopped worker; a torn checkpoint; one
+    Process 0 killed between save and commit; a stopped worker; a torn commit; one
     process whose storage fails it once, and one that cannot write.
     """
-    names = ["kill-first-before-commit", "sigstop", "torn-file"]
+    names = ["kill-first-before-commit", "sigstop", "torn-commit"]
     names += ["connection-reset", "file-limit-of-one"]
     argv = ["drill", *SHORT, "--workdir", str(tmp_path / "drill"), "--faults", *names]
     found = command(*argv, *QUICK, env=ENV, timeout=400)

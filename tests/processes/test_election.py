@@ -243,8 +243,9 @@ def test_killed_around_a_commit_with_etcd_that_loses_a_member(make_house, tmp_pa
 
 
 DEPOSED = {
-    "before 3 stop": "leads no longer",
-    "before 3 stop blind": r"\(term 1\) leads no longer: .*another one was elected",
+    "before 3 stop": "is no longer the leader",
+    "before 3 stop blind": r"\(term 1\) is no longer the leader: .*another one was "
+    "elected",
     "after 3 stop blind": "this server obeys the coordinator of term 2, and was called "
     "by one of term 1, which is over",
 }

@@ -210,7 +210,7 @@ def test_compressed_changes_replay_after_a_death(tmp_path):
     assert spec["compression"] == {"push": "topk:0.01", "pull": "int8"}
     rows = metrics.read(fleet.run / "learners" / "0" / "metrics.jsonl")
     first, *later = [row["pulled_bytes"] for row in rows if "version" in row]
-    # Rows of 64 columns are cut by the mesh, so a scale is for fewer numbers.
+    # Rows of 64 columns are sharded by the mesh, so a scale is for fewer numbers.
     assert {size < 0.32 * first for size in later} == {True}, (first, later)
 
 

@@ -119,7 +119,7 @@ def test_a_coordinator_that_is_stopped_is_killed_and_comes_back(fleet):
     fleet.until_commit(15)
     os.kill(fleet.pid_of("coordinator"), signal.SIGSTOP)
     check_done(fleet)
-    assert "coordinator gave no sign of life for 20 s; killing it" in fleet.text
+    assert "coordinator sent no heartbeat for 20 s; killing it" in fleet.text
     assert {name for name, n in fleet.starts().items() if n == 2} == {"coordinator"}
     assert not fleet.restarts(0)
 

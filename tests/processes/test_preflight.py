@@ -4,6 +4,7 @@ import re
 import shutil
 import socket
 import sys
+import tomllib
 from pathlib import Path
 
 import jobs
@@ -18,7 +19,9 @@ from meshloom.trainer.job import preflight, preflight_table
 from meshloom.trainer.run import train as train_lib
 
 HERE = socket.gethostname()
-PACKAGES = ("configs", "launch", "models", "sharding", "trainer")
+
+# What one host has differently; a run imports both.
+CHANGED = ("service/rounds/plateau.py", "trainer/program/step.py")
 
 # Runs first in one process, which then has another host name and clock.
 ELSEWHERE = """
@@ -42,6 +45,19 @@ def config_file(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("config") / "uneven.gin"
     file.write_text(text)
     return file
+
+
+def packages() -> set[str]:
+    """The top-level packages of Meshloom, as it is installed."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    names = settings["setuptools"]["package-dir"]
+    return {name.split(".")[1] for name in names if "." in name}
+
+
+def test_every_file_of_the_packages_is_compared():
+    config = config_files.load(["default"], root=train_lib.Config).config
+    found = {name.split("/")[0] for name in preflight.code(config)}
+    assert found == packages()
 
 
 def write_text(folder: Path, size: int = 5000) -> Path:
@@ -84,10 +100,11 @@ def cells(stderr: str) -> dict[str, dict[str, str]]:
 def test_what_processes_are(config_file, tmp_path):
     """All at once: config, code, version, devices, flags, jax, clock, own address."""
     odd = tmp_path / "odd"
-    for package in PACKAGES:
+    for package in packages():
         shutil.copytree(ROOT / package, odd / "meshloom" / package)
-    with open(odd / "meshloom" / "trainer" / "program" / "step.py", "a") as file:
-        file.write("# changed on this host\n")
+    for name in CHANGED:
+        with open(odd / "meshloom" / name, "a") as file:
+            file.write("# changed on this host\n")
     about = odd / "meshloom-9.9.9.dist-info" / "METADATA"
     about.parent.mkdir()
     about.write_text("Metadata-Version: 2.1\nName: meshloom\nVersion: 9.9.9\n")
@@ -114,13 +131,14 @@ def test_what_processes_are(config_file, tmp_path):
     assert table["devices: count"] == {"1": most, "2": one}
     assert table["config: seed"] == {"0": most, "7": one}
     assert table["versions: meshloom"]["9.9.9"] == one
-    assert set(table["code: trainer/program/step.py"].values()) == {most, one}
+    for name in CHANGED:
+        assert set(table[f"code: {name}"].values()) == {most, one}
     assert table["XLA_FLAGS: --xla_backend_optimization_level"] == {"0": most, "1": one}
     assert table["jax: jax_default_matmul_precision"] == {"null": most, "highest": one}
     (late,) = (value for value, who in table["clock"].items() if who == one)
     assert re.fullmatch(r"\+(89|90|91) s", late)
     assert "address: of the host's name" in table
-    assert len(table) == 8, table
+    assert len(table) == 9, table
     for group in ("devices", "config", "versions", "code", "clock", "address"):
         assert f"\n{group}: {preflight_table.REMEDIES[group]}" in words
     assert not (tmp_path / "w").exists()

@@ -1,4 +1,4 @@
-"""Training as several processes is training as one: same losses, cut arrays, one
+"""Training as several processes is training as one: same losses, sharded arrays, one
 writer, and an end for all when one cannot start.
 """
 
@@ -104,7 +104,7 @@ def test_a_process_reads_its_rows_and_no_others(name, run_of, config_file):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arrays_are_cut_as_planned_in_every_process(name, run_of):
+def test_arrays_are_sharded_as_planned_in_every_process(name, run_of):
     run = run_of(name)
     plan = json.loads((run.workdir / "sharding.json").read_text())
     planned = {array["path"]: array for array in plan["arrays"]}
@@ -119,7 +119,7 @@ def test_arrays_are_cut_as_planned_in_every_process(name, run_of):
         held[process] += piece.nbytes
     total = plan["totals"]["bytes_per_device"] * each
     assert held == Counter({p: total for p in range(run.layout.num_processes)})
-    # Cut 8 ways, it is held by no process in whole.
+    # Sharded 8 ways, no process has all of it.
     assert planned["embedding"]["ways"] == run.layout.ways
 
 

@@ -32,7 +32,7 @@ def test_servers_come_and_go_under_load(tmp_path):
     log = (folder / "coordinator.log").read_text()
     assert "abandoned" not in log and log.count("is lost: not heard of") == 1
     # Who is told to stop ends as one that is preempted, and holds nothing any more.
-    assert "no job needs this server any more" in (folder / "server-2.log").read_text()
+    assert "no job needs this server" in (folder / "server-2.log").read_text()
 
 
 @pytest.mark.slow

@@ -25,11 +25,11 @@ def numbers(shape=(8, 16, 4), dtype=jnp.float32):
     [P("data"), P(None, ("fsdp", "tensor")), P("tensor", "data", "fsdp"), P()],
     ids=str,
 )
-def test_the_cut_does_not_matter(dtype, spec):
+def test_the_sharding_does_not_matter(dtype, spec):
     x = numbers(dtype=dtype)
     mesh = MeshSpec(data=2, fsdp=2, tensor=2).make()
-    cut = jax.device_put(x, NamedSharding(mesh, spec))
-    assert digest(cut) == digest(x) == digest(np.asarray(x))
+    sharded = jax.device_put(x, NamedSharding(mesh, spec))
+    assert digest(sharded) == digest(x) == digest(np.asarray(x))
 
 
 def test_it_gathers_nothing():

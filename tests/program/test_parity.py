@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import short_runs
-from short_runs import check_cut, run
+from short_runs import check_sharded, run
 
 from meshloom.models import transformer
 from meshloom.sharding.audit import audit
@@ -134,7 +134,7 @@ def test_training_is_the_same_on_every_mesh(name, reference):
         "tensor2d": {"embedding": 8, "blocks/mlp/gate": 8, "head": 8},
     }.items(),
 )
-def test_parameters_are_cut_as_planned(name, ways):
+def test_parameters_are_sharded_as_planned(name, ways):
     prepared = prepare(*LAYOUTS[name])
     found = {array.path: array.ways for array in prepared.layout.params.arrays}
     assert {path: found[path] for path in ways} == ways
@@ -188,11 +188,11 @@ def test_tensor_parallel_never_gathers_logits_and_sums_twice_a_block_each_way():
 
 def test_a_layout_that_is_not_sharded_as_planned_fails():
     """The check above can fail: it rejects replicated parameters."""
-    cut = prepare(*LAYOUTS["fsdp"])
+    sharded = prepare(*LAYOUTS["fsdp"])
     replicated = prepare("fsdp=8", "data", 1)
     state = replicated.layout.create(jax.random.key(0), replicated.mesh)
     with pytest.raises(AssertionError):
-        check_cut(cut, state)
+        check_sharded(sharded, state)
 
 
 def test_fewer_evaluation_batches_than_asked_for_is_reported():

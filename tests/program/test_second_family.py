@@ -119,7 +119,12 @@ CONFIG = Config(
     eval_batches=4,
     save_every=75,
 )
-WHAT_IS_CUT = {"up": (32, 16), "up_bias": (16,), "down": (16, 10), "down_bias": (10,)}
+WHAT_IS_SHARDED = {
+    "up": (32, 16),
+    "up_bias": (16,),
+    "down": (16, 10),
+    "down_bias": (10,),
+}
 
 
 def run(workdir, config=CONFIG, **options):
@@ -145,11 +150,11 @@ def held_out_accuracy(params):
     return np.mean(np.argmax(logits, axis=-1) == data.labels)
 
 
-def test_learns_digits_on_a_cut_mesh(finished):
+def test_learns_digits_on_a_sharded_mesh(finished):
     _, state = finished
     assert state.step == 150
-    for name, cut in WHAT_IS_CUT.items():
-        assert state.params[name].addressable_shards[0].data.shape == cut
+    for name, shape in WHAT_IS_SHARDED.items():
+        assert state.params[name].addressable_shards[0].data.shape == shape
     assert held_out_accuracy(jax.device_get(state.params)) > 0.9
 
 

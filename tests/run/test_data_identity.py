@@ -20,6 +20,7 @@ from tiny_runs import main
 from meshloom.sharding import MeshSpec
 from meshloom.trainer import data
 from meshloom.trainer.checkpoint import manifest
+from meshloom.trainer.checkpoint.manager import committed_steps
 from meshloom.trainer.job.group import Group
 from meshloom.trainer.record import file_digests, ledger, ledger_audit
 from meshloom.trainer.run import data_identity, train
@@ -122,6 +123,24 @@ def test_without_the_record_the_newest_checkpoint_is_used(corpus, tmp_path):
     (corpus / "weave.txt").write_text("weave " * 400)
     with pytest.raises(ValueError, match=r"split 'train': \d+ -> \d+ examples; digest"):
         run(config, folder)
+
+
+def test_without_the_record_the_newest_intact_checkpoint_is_used(corpus, tmp_path):
+    """Or else a line says that nothing was compared."""
+    config, folder = text_config(corpus), tmp_path / "run"
+    run(config, folder)
+    (folder / "data.json").unlink()
+    (corpus / "weave.txt").write_text("weave " * 400)
+    steps = committed_steps(folder / "checkpoints")
+    *older, newest = (folder / "checkpoints" / str(x) / "manifest" for x in steps)
+    (newest / "metadata").write_text("{")
+    with pytest.raises(ValueError, match=r"split 'train': \d+ -> \d+ examples; digest"):
+        established(corpus, folder)
+    for path in older:
+        (path / "metadata").write_text("{")
+    log = []
+    assert established(corpus, folder, log=log.append).changes == ()
+    assert "was not checked: the run folder has no data.json, and no" in log[-1]
 
 
 def test_a_dry_run_refuses_changed_data_too(tmp_path, capfd):

@@ -172,6 +172,12 @@ def test_a_run_that_waits_can_be_stopped_and_has_saved(tmp_path):
         ({"follow_seconds": -1.0}, "must be >= 0, got -1.0 and 0.0"),
         ({"follow_passes": 0}, "follow_passes must be >= 1"),
         ({"keep_checkpoints": 1}, "keep_checkpoints=1 would remove published"),
+        ({"follow": False}, "follow_seconds=1.5 has no effect without follow; pass"),
+        (
+            {"follow": False, "follow_seconds": 0.0, "follow_passes": 3},
+            "follow_passes=3 has no effect without follow; pass --follow, or leave it "
+            "at 1",
+        ),
     ],
 )
 def test_settings_that_exclude_following_are_one_line(settings, pattern):

@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from meshloom.sharding import Rules, data, fsdp, resolve, tensor
-from meshloom.sharding.rules import Row
+from meshloom.sharding.rules import Rule
 
 
 def test_of_accepts_every_form_of_candidates():
@@ -142,7 +142,7 @@ def test_addition_is_associative():
 
 
 def test_the_same_name_twice_is_an_error():
-    row = Row("mlp", ((),))
+    row = Rule("mlp", ((),))
     with pytest.raises(ValueError, match="rules name 'mlp' twice for the same role: "):
         Rules((row, row))
 
@@ -167,7 +167,7 @@ def test_a_role_that_does_not_exist_is_refused_with_a_suggestion():
     with pytest.raises(ValueError, match="^role 'params' of plan 'x' .*you mean 'para"):
         Rules.of({"mlp": None}, role="params", plan="x")  # pyright: ignore
     with pytest.raises(ValueError, match="^role 'x' of the rule for 'a' "):
-        Row("a", ((),), "x")  # pyright: ignore
+        Rule("a", ((),), "x")  # pyright: ignore
 
 
 def test_mesh_axes_can_be_renamed():

@@ -180,7 +180,7 @@ def test_one_leads_at_a_time_and_terms_grow(store):
     assert look(store).address == "two:2"
     assert store.transact([first.fence], [Put("a", "0")]) is None
     assert store.transact([second.fence], [Put("a", "2")]) is not None
-    with pytest.raises(Deposed, match=r"\(term 1\) leads no longer"):
+    with pytest.raises(Deposed, match=r"\(term 1\) is no longer the leader"):
         first.check()
     second.check()
     second.resign()

@@ -74,7 +74,7 @@ class Layout:
     devices_each: int
     mesh: str
     rows: list[range]  # of the batch, for each process
-    ways: int  # that the embedding is cut
+    ways: int  # that the embedding is sharded
     settings: tuple[str, ...] = ()
 
 

@@ -26,7 +26,7 @@ def run(prepared: prepare_lib.Prepared, step_fn, num_steps: int | None = None):
     num_steps = num_steps or config.num_steps
     state = layout.create(jax.random.key(config.seed), mesh)
     initial = jax.device_get(layout.canonical(state, mesh).params)
-    check_cut(prepared, state)
+    check_sharded(prepared, state)
     rows = []
     with device_batches(
         prepared.train_data,
@@ -44,12 +44,12 @@ def run(prepared: prepare_lib.Prepared, step_fn, num_steps: int | None = None):
             num_steps=num_steps,
             record=rows.extend,
         )
-    check_cut(prepared, state)
+    check_sharded(prepared, state)
     losses = np.array([row["loss"] for row in rows])
     return initial, losses, layout.canonical(state, mesh)
 
 
-def check_cut(prepared: prepare_lib.Prepared, state) -> None:
+def check_sharded(prepared: prepare_lib.Prepared, state) -> None:
     """Each array's local piece has the size the plan promises."""
     for part in ("params", "opt_state", "variables"):
         for resolved, array in zip(

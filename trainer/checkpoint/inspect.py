@@ -1,4 +1,4 @@
-"""`meshloom ckpt`: what lies in a checkpoint, whether it is whole, how two differ.
+"""`meshloom ckpt`: the contents of a checkpoint, whether it is intact, how two differ.
 
 One CPU device is enough: arrays are read one at a time, into host memory.
 """
@@ -21,7 +21,7 @@ from ..program.digest import tree_digests
 from ..record.failures import CorruptCheckpoint, Unreadable
 from ..record.run_folder import RunFolder
 from ..record.storage import is_remote, location
-from . import manifest
+from . import manifest, reading
 from .manager import STATE, committed_steps
 
 AS_NUMPY = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -59,6 +59,7 @@ class Stored:
         return self.folder / str(self.step)
 
     def manifest(self) -> dict[str, Any]:
+        reading.commit_record(self.path)
         return manifest.read(self.folder, self.step)
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -90,7 +91,12 @@ def ls(run: epath.PathLike) -> str:
         if not path.name.isdigit() or int(path.name) not in committed:
             rows.append((path.name, "not committed", "", human_bytes(size), "", ""))
             continue
-        found = Stored(folder, int(path.name)).manifest()
+        try:
+            found = Stored(folder, int(path.name)).manifest()
+        except (CorruptCheckpoint, Unreadable) as error:
+            state = "damaged" if isinstance(error, CorruptCheckpoint) else "unreadable"
+            rows.append((path.name, state, "", human_bytes(size), "", ""))
+            continue
         where = found.get("environment", {})
         rows.append(
             (
@@ -149,7 +155,7 @@ def verify(stored: Stored) -> list[str]:
 
 
 def diff(a: Stored, b: Stored) -> list[str]:
-    """Arrays that differ between two checkpoints, or stand in one only."""
+    """Arrays that differ between two checkpoints, or exist in only one."""
     left, right = (x.manifest()["arrays"] for x in (a, b))
     changed = {
         path

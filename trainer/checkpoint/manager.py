@@ -7,7 +7,6 @@ a digest of every array, by which a restore verifies that it read what was saved
 
 import concurrent.futures
 import contextlib
-import json
 import math
 import os
 import time
@@ -19,10 +18,10 @@ from etils import epath
 
 from ..job.group import Group
 from ..program.state import Layout, State, placed
-from ..record.failures import CorruptCheckpoint
-from ..record.save_errors import GONE, SaveFailed, quiet_logs, save_failed
+from ..record.failures import CorruptCheckpoint, Unreadable
+from ..record.save_errors import GONE, SaveFailed, save_failed
 from ..record.storage import location
-from . import manifest, reading, retention
+from . import manifest, quiet, reading, retention
 from .save_barrier import SaveBarrier
 from .save_stall import Stall
 
@@ -48,7 +47,9 @@ class Checkpoints:
       keep_best: how many with the lowest loss are kept too.
       event: called with "save" (step, stall_s, waited_s, digests_s, copy_s) when
         training continues, and from another thread with "commit" (step) once the step
-        is committed, or "commit_failed" (step, reason).
+        is committed, or "commit_failed" (step, reason). With keep_best, also
+        "loss_unknown" (step, reason) for a step that is not ranked since its manifest
+        is damaged.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Checkpoints:
         keep_best: int = 0,
         event: Callable[..., None] = no_event,
     ):
-        quiet_logs()
+        quiet.filter_output()
         self.folder = location(folder)
         self._group = group = group or Group()
         self._event = event
@@ -131,8 +132,6 @@ class Checkpoints:
         digested = time.perf_counter()
         waited_for = self.wait()
         waited = time.perf_counter()
-        if _inode(self.folder) != self._inode:
-            raise save_failed(step, self.folder, GONE, [])
         items = {
             STATE: ocp.args.StandardSave(tree),
             manifest.ITEM: ocp.args.JsonSave(document),
@@ -141,6 +140,7 @@ class Checkpoints:
         self._group.reached("write", step)
         self._barrier.begin()
         try:
+            self._check_folder()
             started = self._manager.save(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError) as error:
             raise self._failed(step, error) from error
@@ -162,8 +162,7 @@ class Checkpoints:
         """Waits until a step is committed; runs in the background."""
         try:
             self._manager.wait_until_finished()
-            if _inode(self.folder) != self._inode:
-                raise FileNotFoundError(GONE)
+            self._check_folder()
             if self._group.is_first and not _is_committed(self.folder / str(step)):
                 raise FileNotFoundError("it is missing after it was written")
         except Exception as error:  # tensorstore and orbax raise many types
@@ -178,24 +177,30 @@ class Checkpoints:
         """Returns the error to raise, and reports it to the processes that wait."""
         if isinstance(error, SaveFailed):
             return error
-        if _inode(self.folder) != self._inode:
-            failed = save_failed(step, self.folder, GONE, [])
-        else:
-            try:
-                committed = committed_steps(self.folder)
-            except OSError:
-                committed = None
-            failed = save_failed(step, self.folder, error, committed)
+        try:
+            self._check_folder()
+            committed = committed_steps(self.folder)
+        except FileNotFoundError as gone:
+            error, committed = gone, []
+        except OSError:  # the storage fails, which proves nothing about the folder
+            committed = None
+        failed = save_failed(step, self.folder, error, committed)
         self._barrier.fail(failed)
         return failed
+
+    def _check_folder(self) -> None:
+        """Raises FileNotFoundError if the folder is no longer that of the start."""
+        if _inode(self.folder) != self._inode:
+            raise FileNotFoundError(GONE)
 
     def _loss_of(self, step: int) -> float | None:
         """Returns the held-out loss of a step, read from its manifest if necessary."""
         if step not in self._losses and (self.folder / str(step)).exists():
             try:
                 saved = manifest.read(self.folder, step)
-            except ValueError:  # corrupt, or written by another version
+            except ValueError as error:  # corrupt, or written by another version
                 saved = {}
+                self._event("loss_unknown", step=step, reason=str(error))
             self._losses[step] = saved.get(manifest.LOSS)
         return self._losses.get(step)
 
@@ -228,8 +233,9 @@ class Checkpoints:
 
     def _read(self, step: int, target: Any) -> tuple[dict[str, Any], Any]:
         """Returns the manifest, and the arrays with the shards of this process."""
-        saved = manifest.read(self.folder, step)
         path = self.folder / str(step)
+        reading.commit_record(path)
+        saved = manifest.read(self.folder, step)
         if lines := manifest.mismatches(saved, target):
             raise ValueError(
                 f"checkpoint {path} does not fit this config, in {len(lines)} arrays. "
@@ -285,11 +291,12 @@ class Checkpoints:
 def _inode(folder: epath.Path) -> tuple[int, int] | None:
     """Returns what identifies a folder until it is moved, removed or recreated.
 
-    None if it does not exist, and for a bucket, which has no folders.
+    None if it does not exist, and for a bucket, which has no folders. Raises OSError if
+    the storage does not say.
     """
     try:
         status = os.stat(folder)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_dev, status.st_ino
 
@@ -313,13 +320,19 @@ def committed_steps(folder: epath.PathLike) -> list[int]:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    """Returns whether a step is complete; orbax would accept even an empty folder."""
-    file = path / "_CHECKPOINT_METADATA"
-    return (
-        ocp.utils.is_checkpoint_finalized(path)
-        and file.is_file()
-        and json.loads(file.read_text()).get("commit_timestamp_nsecs") is not None
-    )
+    """Returns whether a step is complete; orbax would accept even an empty folder.
+
+    A step whose commit record is damaged counts: it was complete before, and `restore`
+    raises for it, so that it is set aside with a message.
+    """
+    if not ocp.utils.is_checkpoint_finalized(path):
+        return False
+    try:
+        return reading.commit_record(path).get("commit_timestamp_nsecs") is not None
+    except FileNotFoundError:
+        return False
+    except (CorruptCheckpoint, Unreadable):
+        return True
 
 
 def restore_params(

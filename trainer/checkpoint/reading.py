@@ -7,10 +7,7 @@ no longer a valid checkpoint, and `Unreadable` if it could not be read, which pr
 nothing about the checkpoint.
 """
 
-import contextlib
 import json
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -19,12 +16,13 @@ from etils import epath
 from ..job.group import Group
 from ..record import failures
 from ..record.failures import CorruptCheckpoint, Unreadable
+from . import quiet
 
 # The status that a tensorstore error starts with. These are about the bytes that were
 # read; all others (UNKNOWN, UNAVAILABLE, PERMISSION_DENIED, ...) about the storage.
 WRONG_BYTES = ("OUT_OF_RANGE", "FAILED_PRECONDITION", "DATA_LOSS")
+COMMIT_RECORD = "_CHECKPOINT_METADATA"  # the file of a step that orbax writes last
 NOT_FOUND = "NOT_FOUND"
-CLOSED = "Event loop is closed"  # the message of asyncio
 # What orbax raises if its JSON files are not JSON, or lack something.
 WRONG_TEXT = (json.JSONDecodeError, UnicodeDecodeError, KeyError)
 
@@ -44,15 +42,34 @@ def read_tree(path: epath.Path, target: Any, group: Group) -> Any:
         restore_args=ocp.checkpoint_utils.construct_restore_args(target),
         partial_restore=True,
     )
-    with (
-        _quiet_abandoned_reads(),
-        ocp.Checkpointer(handler, multiprocessing_options=alone) as reader,
-    ):
+    quiet.filter_output()
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         try:
             group.reached("read", int(path.parent.name))
             return reader.restore(path, args=args)
         except Exception as error:  # tensorstore and orbax raise many types
             raise classify(error, path, group.describe(me)) from error
+
+
+def commit_record(step: epath.Path) -> dict[str, Any]:
+    """Returns what orbax has written about the commit of a step.
+
+    Raises:
+      FileNotFoundError: it has written nothing.
+      CorruptCheckpoint, Unreadable: see the module.
+    """
+    file = step / COMMIT_RECORD
+    try:
+        found = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{file} does not exist") from None
+    except Exception as error:  # clients of buckets raise many types
+        raise classify(error, file) from error
+    if not isinstance(found, dict):
+        raise CorruptCheckpoint(
+            f"checkpoint {step} cannot be read: {COMMIT_RECORD} is not a JSON object"
+        )
+    return found
 
 
 def classify(
@@ -78,27 +95,3 @@ def _reason(error: Exception) -> str:
     cause = error.__cause__ if type(error) is Exception else None
     lines = str(cause or error).partition(" [tensorstore_spec=")[0].splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-@contextlib.contextmanager
-def _quiet_abandoned_reads() -> Iterator[None]:
-    """Suppresses the tracebacks of the reads that orbax abandons when one fails.
-
-    Orbax gives up at the first error. Its other reads then find their event loop
-    closed, which tensorstore prints, and Python prints every read that is never
-    awaited. They may end after this block, so the hooks stay if a read has failed.
-    """
-    before = sys.unraisablehook, sys.excepthook
-
-    def unraisable(args: Any) -> None:
-        is_abandoned_read = "_read_array_index" in repr(args.object)
-        if not is_abandoned_read and str(args.exc_value) != CLOSED:
-            before[0](args)
-
-    def uncaught(kind: Any, error: BaseException, trace: Any) -> None:
-        if str(error) != CLOSED:
-            before[1](kind, error, trace)
-
-    sys.unraisablehook, sys.excepthook = unraisable, uncaught
-    yield
-    sys.unraisablehook, sys.excepthook = before

@@ -83,7 +83,7 @@ def add(commands) -> None:
     parser.add_argument(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="answer Prometheus at http://HOST:PORT/metrics. It asks nobody for a "
+        help="answer Prometheus at http://HOST:PORT/metrics. It requires no "
         "token, so HOST is 127.0.0.1 unless given; port 0: any free one",
     )
     add_access_flags(parser)
@@ -243,7 +243,7 @@ def _stand_by(
     token,
     tls,
 ) -> int:
-    """Coordinates once this process is elected, until it leads no longer."""
+    """Coordinates once this process is elected, until it is no longer the leader."""
     from ...service.coordinator.front import Front, stand_by
     from ...service.coordinator.log import Log
     from ...service.store import etcd_url
@@ -338,7 +338,7 @@ def _serve_blocks(
         try:
             while time.monotonic() < deadline and len(signals.told) == 1:
                 if server.may_leave():
-                    events.say("no job needs this server any more")
+                    events.say("no job needs this server")
                     break
                 time.sleep(WATCH_SECONDS)
         except Unavailable:

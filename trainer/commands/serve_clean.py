@@ -17,7 +17,7 @@ def add(actions, serve: argparse.ArgumentParser) -> None:
         actions,
         "clean",
         functools.partial(_run, serve),
-        "remove now what a service that runs does not need any more: what dead "
+        "remove now what a running service no longer needs: what dead "
         "learners left on the servers, blocks of finished jobs, and old entries of "
         "the log",
     )

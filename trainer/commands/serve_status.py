@@ -31,10 +31,12 @@ def add(actions, serve: argparse.ArgumentParser) -> None:
         help="of the coordinator, or of several with commas",
     )
     parser.add_argument(
-        "--watch", action="store_true", help="a table that is renewed until Ctrl-C"
+        "--watch", action="store_true", help="refresh the table until Ctrl-C"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON; with --watch one line a time"
+        "--json",
+        action="store_true",
+        help="print JSON; with --watch one line per update",
     )
     add_access_flags(parser, argparse.SUPPRESS)
 

@@ -34,4 +34,5 @@ from .sources import Dataset as Dataset
 from .sources import Source as Source
 from .sources import Synthetic as Synthetic
 from .sources import Text as Text
+from .sources import open_source as open_source
 from .sources import throughput_unit as throughput_unit

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .documents import Split
-from .sources import Dataset, Source, check_split
+from .sources import Dataset, Source, check_split, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Augmented:
 
     def open(self, split: Split) -> Dataset:
         check_split(self, split)
-        dataset = self.source.open(split)
+        dataset = open_source(self.source, split)
         return AugmentedDataset(self, dataset) if split == "train" else dataset
 
 

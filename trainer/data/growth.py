@@ -1,7 +1,7 @@
 """Data that grows: the order of what was there stays, and new examples follow.
 
-A *part* is what came at one time: the files that a run began with, or those that were
-found when it had read everything before them. The examples of a part are shuffled among
+A *part* is the files that arrived together: those that a run began with, or those
+that were found when it had read everything before. Its examples are shuffled among
 themselves, so the order of a run follows from its seed and its parts alone.
 """
 

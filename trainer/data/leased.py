@@ -1,4 +1,4 @@
-"""Batches that somebody else chooses while the run goes on."""
+"""Batches assigned by the service during the run."""
 
 import concurrent.futures
 from collections.abc import Callable, Iterator, Sequence

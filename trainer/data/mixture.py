@@ -9,7 +9,7 @@ import numpy as np
 
 from . import mixing
 from .documents import Split
-from .sources import Dataset, Source, throughput_unit
+from .sources import Dataset, Source, open_source, throughput_unit
 from .splits import check_split
 from .tokenizer import Tokenizer
 
@@ -64,7 +64,8 @@ class Mixture:
 
     def open(self, split: Split) -> "MixedDataset":
         check_split(self, split)
-        parts = {name: source.open(split) for name, source in self.sources.items()}
+        sources = self.sources.items()
+        parts = {name: open_source(source, split) for name, source in sources}
         changes = {0: self.weights, **dict(sorted(self.weights_from.items()))}
         phases = {step: self._places("weights", x) for step, x in changes.items()}
         return MixedDataset(parts, phases, split)

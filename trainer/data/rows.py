@@ -153,7 +153,7 @@ class Columns:
         return np.int32(known.index(text))
 
 
-class Rows:
+class RowDataset:
     """A dataset of rows; see the module docstring.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 
 from . import documents, shuffle
 from .documents import Document, Split
-from .rows import Columns, Rows, Table
+from .rows import Columns, RowDataset, Table
 from .split_files import SplitFiles
 from .splits import check_folder, holdout_of
 
@@ -35,14 +35,14 @@ class TableFiles(SplitFiles):
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     unit: str = "examples"
 
-    def open(self, split: Split) -> Rows:
+    def open(self, split: Split) -> RowDataset:
         return self.open_documents(split, self.documents(split))
 
     def check_growing(self) -> None:
         """Raises ValueError if the settings exclude that files are added."""
         check_folder(self)
 
-    def open_documents(self, split: Split, files: Sequence[Document]) -> Rows:
+    def open_documents(self, split: Split, files: Sequence[Document]) -> RowDataset:
         """Opens a split with these of its files, in this order."""
         what, own = self.what("path"), getattr(self, f"{split}_path", None)
         tables = self._tables(files, split)
@@ -55,7 +55,7 @@ class TableFiles(SplitFiles):
                 for name, table in tables.items()
             ]
         settings = self.classes, self.scale, self.shapes
-        rows = Rows(
+        rows = RowDataset(
             list(tables.values()),
             Columns(self.columns, *settings, what=what),
             selected,

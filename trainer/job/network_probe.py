@@ -202,7 +202,8 @@ def run(
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
     kind = mesh.devices.flat[0].device_kind
     setting = {"mesh": sizes, "device_kind": kind, "hosts": list(hosts)}
-    report = {"known": folder.is_writer and _is_known(folder.path / FILE, setting)}
+    known = folder.is_writer and _is_known(folder.path / FILE, setting, console)
+    report = {"known": known}
     if group.consult("network", report, lambda reports: reports[0])["known"]:
         return
     figures = measure(mesh, group)
@@ -213,8 +214,13 @@ def run(
     folder.write_json(FILE, {**setting, **document})
 
 
-def _is_known(path: Path, setting: Mapping[str, Any]) -> bool:
+def _is_known(path: Path, setting: Mapping[str, Any], console: Console) -> bool:
     if not path.exists():
         return False
-    old = json.loads(path.read_text())
+    try:
+        old = json.loads(path.read_text())
+    except ValueError as error:  # damaged; it only saves time
+        line = f"The network is measured again: {path} cannot be used ({error})"
+        console.print(line, markup=False)
+        return False
     return {name: old.get(name) for name in setting} == setting

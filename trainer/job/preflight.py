@@ -38,7 +38,6 @@ ENVIRONMENT_SECONDS = 300.0
 # How long they may take to open the data and to trace the step of a large model.
 PROGRAM_SECONDS = 1800.0
 FILE = "preflight.json"
-PACKAGES = ("configs", "launch", "models", "sharding", "trainer")
 DISTRIBUTIONS = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
     *("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "meshloom"),
@@ -191,9 +190,9 @@ def code(config: "Computation") -> dict[str, str]:
     root = Path(__file__).parents[2]
     files = {
         path.relative_to(root).as_posix(): path
-        for package in PACKAGES
+        for package in _packages(root)
         for pattern in ("**/*.py", "**/*.gin")
-        for path in (root / package).glob(pattern)
+        for path in package.glob(pattern)
     }
     nodes = [value for _, value in config_tree.walk(config)]
     for module in sorted({type(x).__module__ for x in nodes if config_tree.is_node(x)}):
@@ -204,6 +203,16 @@ def code(config: "Computation") -> dict[str, str]:
         name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         for name, path in sorted(files.items())
     }
+
+
+def _packages(root: Path) -> list[Path]:
+    """Returns the folders of Meshloom's packages, such as sharding and trainer.
+
+    In a checkout they lie beside that of `meshloom` itself, which has nothing else.
+    """
+    itself = Path(str(sys.modules["meshloom"].__file__)).parent
+    found = (path.parent for path in root.glob("*/__init__.py"))
+    return sorted(package for package in found if package != itself)
 
 
 def flags(text: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from ...sharding.mesh import mesh_sizes
 from ...sharding.pipeline import Schedule
 from ...sharding.pipeline import loops as loops_lib
 from ..program.hardware import Target
+from ..program.optimizers import make_tx
 from ..program.pipelining import Staging, make_staging
 from ..program.rules import name_settings
 from ..program.state import State, make_layout
@@ -236,7 +237,7 @@ def _shaped(model: Any) -> Any:
 def _abstract_state(model: Any, optimizer: Any, rules: Rules) -> tuple[State, State]:
     """Returns shapes of the state and their logical axes; no mesh changes either."""
     # The learning rate changes no shape.
-    tx = optimizer.make(lambda step: 0.0, model.axes())
+    tx = make_tx(optimizer, model.axes(), lambda step: 0.0)
     layout = make_layout(
         model,
         tx,

@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 from ...sharding import Rules, Sharder, idle_axes, resolve
 from ...sharding.resolve import resolve_dimensions, spec_of
 from ..data.batches import SAMPLE_IDS
+from ..data.refusals import refusals_of
 from . import contract
 from . import step as step_lib
-from .optimizers import Optimizer
+from .optimizers import Optimizer, make_tx
 from .pipelining import Pipelining, Staging, make_staging
 from .state import Layout, Model, State, make_layout, placed
 from .uncached import UncachedJit
@@ -120,7 +121,7 @@ def build(
     shapes = _shapes(model, batch)
     batch_size = next(iter(shapes.values())).shape[0]
     _check_microbatches(batch_size, num_microbatches)
-    make_tx, rate, state_axes = _optimizer(optimizer, model, learning_rate)
+    make, rate, state_axes = _optimizer(optimizer, model, learning_rate)
     staging = make_staging(
         model,
         mesh,
@@ -131,7 +132,7 @@ def build(
     )
     layout = make_layout(
         model,
-        make_tx(rate),
+        make(rate),
         rules,
         mesh,
         staging.order if staging else None,
@@ -139,58 +140,69 @@ def build(
     )
     num = staging.schedule.num_microbatches if staging else num_microbatches or 1
     sharded = _shard_batch(model, shapes, rules, mesh, num)
-    arrays = {name: x for name, x in sharded.items() if name != SAMPLE_IDS}
-    model.check_batch(arrays, dict(facts or {}))
-    shard = Sharder(mesh, rules)
-    staged = staging.bind(model, mesh, rules, pipeline) if staging else None
-    bound = {"model": model, "shard": shard, "seed": seed, "pipeline": staged}
-    compute = functools.partial(
-        step_lib.gradients, num_microbatches=num, first_row=first_row, **bound
-    )
-    update = functools.partial(
-        step_lib.apply,
-        model=model,
-        make_tx=make_tx,
+    _check_batch(model, sharded, facts)
+    computations = _computations(
+        model,
+        Sharder(mesh, rules),
+        staging.bind(model, mesh, rules, pipeline) if staging else None,
+        seed,
+        gradients={"num_microbatches": num, "first_row": first_row},
+        make_tx=make,
         learning_rate=rate,
         max_grad_norm=max_grad_norm,
         skip_grad_norm=skip_grad_norm,
     )
-    evaluate = functools.partial(step_lib.eval_step, **bound)
     is_uncached = staging is not None and mesh.devices.flat[0].platform == "cpu"
-    program = Program(
-        model,
-        mesh,
-        rules,
-        layout,
-        sharded,
-        staging,
-        init=functools.partial(layout.create, mesh=mesh),
-        **_jit(
-            compute,
-            update,
-            evaluate,
-            layout.shardings(mesh),
-            {name: x.sharding for name, x in sharded.items()},
-            donate=donate,
-            is_uncached=is_uncached,
-        ),
+    functions = _jit(
+        *computations, layout, sharded, mesh, donate=donate, is_uncached=is_uncached
     )
+    program = Program(model, mesh, rules, layout, sharded, staging, **functions)
     _check_idle_axes(program)
     return program
+
+
+def _check_batch(model: Model, batch: Batch, facts: Mapping[str, Any] | None) -> None:
+    arrays = {name: x for name, x in batch.items() if name != SAMPLE_IDS}
+    with refusals_of(model, "check_batch"):
+        model.check_batch(arrays, dict(facts or {}))
+
+
+def _computations(
+    model: Model,
+    shard: Sharder,
+    staged: Any,
+    seed: int,
+    *,
+    gradients: Mapping[str, int],
+    **update: Any,
+) -> tuple[Any, Any, Any]:
+    """Returns the functions that compute gradients, update the state and evaluate.
+
+    Args:
+      gradients, update: further arguments of `step.gradients` and of `step.apply`.
+    """
+    bound = {"model": model, "shard": shard, "seed": seed, "pipeline": staged}
+    return (
+        functools.partial(step_lib.gradients, **gradients, **bound),
+        functools.partial(step_lib.apply, model=model, **update),
+        functools.partial(step_lib.eval_step, **bound),
+    )
 
 
 def _jit(
     compute: Any,
     update: Any,
     evaluate: Any,
-    state: State,
-    batch: Mapping[str, NamedSharding],
+    layout: Layout,
+    shapes: Batch,
+    mesh: Mesh,
     *,
     donate: bool,
     is_uncached: bool,
 ) -> dict[str, Any]:
-    """Jits the functions of a Program, by name, with these shardings."""
-    replicated = NamedSharding(state.step.mesh, P())  # type: ignore
+    """Jits the functions of a Program, by name, with the shardings of its arrays."""
+    state, replicated = layout.shardings(mesh), NamedSharding(mesh, P())
+    batch = {name: x.sharding for name, x in shapes.items()}
     grads = step_lib.Gradients(replicated, state.params, replicated, replicated)  # type: ignore
     donated = {"donate_argnums": 0} if donate else {}
 
@@ -202,6 +214,7 @@ def _jit(
 
     step = functools.partial(step_lib.train_step, compute=compute, update=update)
     return {
+        "init": functools.partial(layout.create, mesh=mesh),
         "gradients": jit(compute, (state, batch), grads),
         "apply": jit(update, (state, grads), (state, replicated), **donated),
         "step": jit(step, (state, batch), (state, replicated), **donated),
@@ -229,12 +242,8 @@ def _optimizer(
         rate = optax.constant_schedule(rate)
     if isinstance(optimizer, optax.GradientTransformation):
         return (lambda _: optimizer), rate, None
-    make_tx = functools.partial(_make_tx, optimizer, model.axes())
-    return make_tx, rate, getattr(optimizer, "state_axes", None)
-
-
-def _make_tx(optimizer: Any, axes: Any, learning_rate: optax.Schedule) -> Any:
-    return optimizer.make(learning_rate, axes)
+    make = functools.partial(make_tx, optimizer, model.axes())
+    return make, rate, getattr(optimizer, "state_axes", None)
 
 
 def _shapes(model: Model, batch: Mapping[str, Any]) -> Batch:

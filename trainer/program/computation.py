@@ -11,10 +11,10 @@ from ...sharding import MeshSpec, Rules
 from ...sharding.plans import AUTO, STANDARD, with_context
 from ..data import Source
 from . import compiler_options
-from .optimizers import Optimizer
+from .optimizers import Optimizer, make_tx
 from .pipelining import Pipelining
 from .rules import make_rules, name_settings
-from .schedules import Schedule
+from .schedules import Schedule, make_rate
 from .state import Layout, Model, make_layout
 
 
@@ -126,8 +126,8 @@ def choose_plain(
 def layout_of(config: Any, mesh: Any) -> tuple[Layout, Rules]:
     """Returns the layout of a config's state on a mesh, and the rules behind it."""
     rules = config.make_rules()
-    learning_rate = config.schedule.make(config.num_steps)
-    tx = config.optimizer.make(learning_rate, config.model.axes())
+    learning_rate = make_rate(config.schedule, config.num_steps)
+    tx = make_tx(config.optimizer, config.model.axes(), learning_rate)
     with name_settings(config):
         axes = getattr(config.optimizer, "state_axes", None)
         return make_layout(config.model, tx, rules, mesh, state_axes=axes), rules

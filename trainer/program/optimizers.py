@@ -15,6 +15,7 @@ import optax
 from optax import contrib
 
 from ...sharding.resolve import Axes
+from ..data.refusals import refusals_of
 
 
 class Optimizer(Protocol):
@@ -30,6 +31,12 @@ class Optimizer(Protocol):
     def make(self, learning_rate: optax.Schedule, axes: Any) -> Any:
         """Returns the optax transformation for parameters with these logical axes."""
         ...
+
+
+def make_tx(optimizer: Optimizer, axes: Any, learning_rate: optax.Schedule) -> Any:
+    """Makes the transformation; an error of the user's own class names the class."""
+    with refusals_of(optimizer, "make"):
+        return optimizer.make(learning_rate, axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

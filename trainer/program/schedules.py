@@ -10,11 +10,19 @@ from typing import Protocol
 import jax.numpy as jnp
 import optax
 
+from ..data.refusals import refusals_of
+
 
 class Schedule(Protocol):
     """A learning rate as a function of the number of updates done."""
 
     def make(self, num_steps: int) -> optax.Schedule: ...
+
+
+def make_rate(schedule: Schedule, num_steps: int) -> optax.Schedule:
+    """Makes the rates of a run; an error of the user's own class names the class."""
+    with refusals_of(schedule, "make"):
+        return schedule.make(num_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

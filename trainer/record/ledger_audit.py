@@ -11,9 +11,8 @@ trainer/verify/training_audit.py.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ from ..data.orders import AnyOrder, order_from
 from ..data.shuffle import Order
 from ..program import digest
 from .ledger import Ledger
+from .metrics import Row
 
-Row = Mapping[str, Any]
 CHUNK = 1024  # batches whose digests are computed at once
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...launch.atomic_file import replacing
 
-Rows = Mapping[str, np.ndarray]
+Predictions = Mapping[str, np.ndarray]
 # Writes the predictions of some examples, which `about` identifies.
-Write = Callable[[list[dict[str, Any]], Rows], None]
+Write = Callable[[list[dict[str, Any]], Predictions], None]
 
 
 def check(path: Path) -> None:
@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[Write]:
         if path.suffix == ".npz":
             columns: dict[str, list[np.ndarray]] = {}
 
-            def collect(about: list[dict[str, Any]], rows: Rows) -> None:
+            def collect(about: list[dict[str, Any]], rows: Predictions) -> None:
                 _check_names(about[0], rows)
                 for name in about[0]:
                     found = np.array([each[name] for each in about])
@@ -50,7 +50,7 @@ def writing(path: Path) -> Iterator[Write]:
             return
         with open(draft, "w", encoding="utf-8") as file:
 
-            def write(about: list[dict[str, Any]], rows: Rows) -> None:
+            def write(about: list[dict[str, Any]], rows: Predictions) -> None:
                 _check_names(about[0], rows)
                 for i, each in enumerate(about):
                     found = {name: _plain(x[i].tolist()) for name, x in rows.items()}
@@ -59,7 +59,7 @@ def writing(path: Path) -> Iterator[Write]:
             yield write
 
 
-def _check_names(about: Mapping[str, Any], rows: Rows) -> None:
+def _check_names(about: Mapping[str, Any], rows: Predictions) -> None:
     if taken := sorted(about.keys() & rows.keys()):
         raise ValueError(
             f"predict of the model returned an array {taken[0]!r}, a name that says "

@@ -1,11 +1,8 @@
 """Reports a failed save in one line: which step, why, what is left, what to do."""
 
 import errno
-import logging
 import os
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from . import failures
 
@@ -54,42 +51,3 @@ def save_failed(
     )
     failed.errno = failures.errno_of(error) if reason != GONE else errno.ENOENT
     return failed
-
-
-def quiet_logs() -> None:
-    """Filters log records that duplicate the trainer's own messages.
-
-    Orbax logs every operation, and each of its threads logs the traceback of an error
-    that it also raises. The trainer reports these in one line.
-    """
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_not_duplicate)
-    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
-        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
-
-
-class _WithoutClosedLoops:
-    """An unraisable hook that ignores errors of closed event loops.
-
-    Orbax closes its loop at the first write that fails, and tensorstore then prints a
-    traceback for every other write (seen with orbax 0.12.8 and tensorstore 0.1.86).
-    """
-
-    def __init__(self, hook: Callable[[Any], Any]):
-        self._hook = hook
-
-    def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self._hook(unraisable)
-
-
-def _is_not_duplicate(record: logging.LogRecord) -> bool:
-    raised = record.exc_info and record.exc_info[1]
-    duplicates = (
-        "raised an exception",
-        "Reached preemption sync point",
-        "Metadata file does not exist",
-        "Task was destroyed but it is pending",
-    )
-    return not raised and not any(text in record.getMessage() for text in duplicates)

@@ -132,8 +132,8 @@ def read_run(folder: Path) -> RunFiles:
 
 def _stopped(folder: Path) -> str | None:
     """Returns why the run ended early; None if it did not, or has continued since."""
-    if (folder / "final.json").is_file():  # of a training between learners
-        return json.loads((folder / "final.json").read_text()).get("stopped")
+    if (final := _read_json(folder / "final.json")) is not None:
+        return final.get("stopped")  # of a training between learners
     path = folder / "ledger.jsonl"
     rows = metrics.read(path) if path.is_file() else []
     told = (row for row in reversed(rows) if row["event"] in ("step", "stopped"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...sharding.text import human_bytes, short_number
+from ...sharding.text import human_bytes, percent, short_number
 from ..record import metrics
 from .tables import section, table
 
@@ -102,13 +102,9 @@ def learners(found: Sequence[LearnerFiles]) -> str:
             f"{max(learner.ages)}" if learner.ages else "",
             human_bytes(learner.exchanged.sent),
             human_bytes(learner.exchanged.received),
-            percent(learner.exchanged.waiting),
+            "" if (share := learner.exchanged.waiting) is None else percent(share, 0),
         ]
         for learner in found
     ]
     numbers = range(2, len(HEADINGS))
     return section("Learners", table(HEADINGS, rows, numbers=numbers))
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f} %"

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ...sharding.text import duration, human_bytes, short_number
+from ...sharding.text import duration, human_bytes, percent, short_number
 from .data import RATE, RunFiles, columns, training_seconds
-from .learners import exchanged, percent
+from .learners import exchanged
 
 Figure = tuple[str, str, str]  # name, value, note
 _NUM_LAST = 50
@@ -113,5 +113,6 @@ def _exchange(run: RunFiles) -> list[Figure]:
         return []
     figures = [("Sent", human_bytes(sent), f"{human_bytes(received)} received {whose}")]
     if waiting is not None:
-        figures.append(("Waiting for others", percent(waiting), f"of the time {whose}"))
+        share = percent(waiting, 0)
+        figures.append(("Waiting for others", share, f"of the time {whose}"))
     return [(name, value, note.strip()) for name, value, note in figures]

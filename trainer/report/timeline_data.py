@@ -2,17 +2,17 @@
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..record import metrics
 from ..record.ledger import FILE as LEDGER
+from ..record.metrics import Row
 
-Row = Mapping[str, Any]
 EVENTS = Path("logs", "supervisor.jsonl")
 SERVICE_EVENTS = Path("service", "log", "events.jsonl")  # in the folder of a fleet
-# Events of a supervisor after which its processes are not up any more.
+# Events of a supervisor after which its processes are no longer up.
 ENDINGS = ("death", "stall", "done", "failed", "stop", "finished", "gave up")
 MARKS = {"death": "death", "stall": "stall", "gave up": "death"}
 

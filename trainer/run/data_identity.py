@@ -21,7 +21,7 @@ from etils import epath
 
 from ...launch.atomic_file import replace_text
 from ..checkpoint import manifest
-from ..checkpoint.manager import latest_step
+from ..checkpoint.manager import committed_steps
 from ..data.sources import Dataset
 from ..job.group import Group, Report
 from ..record import file_digests
@@ -181,7 +181,7 @@ def establish(
 
     def read() -> Report:
         if group.is_first:
-            before.update(_before(folder, checkpoints))
+            before.update(_before(folder, checkpoints, log))
         if reader == group.index:
             splits.update(_splits(datasets, _known_stamps(folder), log))
         return {name: split.facts() for name, split in splits.items()}
@@ -301,15 +301,27 @@ def _known_stamps(folder: Path) -> dict[str, list[Stamp]]:
     return stamps
 
 
-def _before(folder: Path, checkpoints: epath.Path) -> dict[str, Any]:
-    """Returns the splits as the run last had them; {} if they are not recorded."""
+def _before(
+    folder: Path, checkpoints: epath.Path, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """Returns the splits as the run last had them; {} if they are not recorded.
+
+    Without the file of the run folder, as the newest intact checkpoint has them, which
+    is the one that will be restored.
+    """
     if (document := _read(Path(folder) / FILE)) is not None:
         return document["splits"]
-    if (step := latest_step(checkpoints)) is not None:
+    steps = committed_steps(checkpoints)
+    for step in reversed(steps):
         try:
             return manifest.read(checkpoints, step)["data"].get("splits", {})
         except CorruptCheckpoint:
-            return {}  # the restore reports it and takes another one
+            continue  # the restore reports it and takes another one
+    if steps:
+        log(
+            "Whether the data is that of the run so far was not checked: the run "
+            f"folder has no {FILE}, and no checkpoint in {checkpoints} is intact."
+        )
     return {}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...service.server.update import OptaxUpdate, Update
 from ..program import optimizers, schedules
+from ..program.schedules import make_rate
 
 OPTIMIZERS = {
     kind.__name__: kind
@@ -49,7 +50,7 @@ def make_update(spec: dict[str, Any]) -> Update:
     """Returns the update that `update_spec` describes."""
     optimizer = _from_json(spec["optimizer"], OPTIMIZERS, "optimizer")
     schedule = _from_json(spec["schedule"], SCHEDULES, "schedule")
-    rate = schedule.make(spec["num_steps"])
+    rate = make_rate(schedule, spec["num_steps"])
     return OptaxUpdate(optimizer.make, rate)  # type: ignore
 
 

@@ -5,22 +5,20 @@ continue with another `num_steps` if its last update has the same learning rate 
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..config.tree import Change
-
-if TYPE_CHECKING:
-    from ..program.schedules import Schedule
+from ..program.schedules import Schedule, make_rate
 
 FIELD = "num_steps"
 
 
 def check(
-    changes: Iterable[Change], schedule: "Schedule", done: int | None, *, insist: bool
+    changes: Iterable[Change], schedule: Schedule, done: int | None, *, insist: bool
 ) -> list[str]:
     """Returns lines about a changed num_steps; raises if the learning rate would jump.
 
@@ -59,7 +57,7 @@ def check(
     )
 
 
-def _rates(schedule: "Schedule", num_steps: int, count: int) -> np.ndarray:
-    rate: Any = schedule.make(num_steps)
+def _rates(schedule: Schedule, num_steps: int, count: int) -> np.ndarray:
+    rate: Any = make_rate(schedule, num_steps)
     each = jax.vmap(lambda step: jnp.asarray(rate(step), jnp.float32))
     return np.asarray(each(jnp.arange(count)))

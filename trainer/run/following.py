@@ -1,9 +1,9 @@
 """Runs that follow data that grows: which files they have, and waiting for more.
 
-When a run has read everything it knows, all processes wait together. Process 0 looks
+When a run has used all available data, all processes wait together. Process 0 looks
 for files that were added; all open them, and they become the next part of the data.
 `data.json` lists the parts with their files, and is replaced before the first of their
-examples is read, so a run that is killed goes on with the same order.
+examples is read, so a run that is killed continues with the same order.
 """
 
 import dataclasses
@@ -46,6 +46,13 @@ def check(config: "Config") -> None:
             "follow_seconds and publish_seconds must be >= 0, got "
             f"{config.follow_seconds} and {config.publish_seconds}"
         )
+    if not config.follow:
+        for name, default in (("follow_passes", 1), ("follow_seconds", 0.0)):
+            if (value := getattr(config, name)) != default:
+                raise ValueError(
+                    f"{name}={value} has no effect without follow; pass --follow, or "
+                    f"leave it at {default:g}"
+                )
     if config.follow and config.stop_patience:
         raise ValueError(
             f"stop_patience={config.stop_patience} would end a run that follows its "

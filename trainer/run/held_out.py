@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..data import Dataset, Source
+from ..data import Dataset, Source, open_source
 from ..data.batches import WEIGHTS
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def open_split(config: "Config", name: Name, source: Source) -> HeldOut | None:
     requested: int | None = getattr(config, setting)
     if requested == 0:
         return None
-    data = with_weights(config, source.open(name))
+    data = with_weights(config, open_source(source, name))
     size = config.exchange.share.size(config.batch_size)
     available, rest = divmod(len(data), size)
     if rest and WEIGHTS in data[0]:

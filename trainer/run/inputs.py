@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..data import documents
+from ..data import documents, open_source
 from ..data.batches import WEIGHTS
+from ..data.refusals import refusals_of
 from ..data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Inputs:
 
 def of_split(config: "Config", split: Any) -> Inputs:
     """Returns the examples of a split of the run's data."""
-    data = config.data.open(split)
+    data = open_source(config.data, split)
     return Inputs(len(data), data.__getitem__)
 
 
@@ -49,7 +50,8 @@ def of_path(config: "Config", path: Path) -> Inputs:
         raise ValueError(f"{path} does not exist. Name a file or a folder.")
     source: Any = config.data
     if hasattr(source, "inputs"):
-        data = source.inputs(str(path))
+        with refusals_of(source, "inputs"):
+            data = source.inputs(str(path))
         about = getattr(data, "about", lambda i: {})
         return Inputs(len(data), data.__getitem__, about)
     if hasattr(source, "tokenizer") and hasattr(source, "length"):

@@ -17,6 +17,7 @@ from ...service.wire.coordinators import reach
 from ..job.group import Group
 from ..job.preemption import Preempted
 from ..program import contract
+from ..program.schedules import make_rate
 from ..program.state import State
 from ..program.step import WEIGHT, Gradients
 from ..record.ledger import BLOCK, Ledger
@@ -67,7 +68,7 @@ class Learner:
 
     Args:
       owner: who this is to the service: the same owner may take its place again at
-        once, another one only after it was not heard of for a while.
+        once, another one only after it has sent no heartbeat for a while.
       on_wait: called while waiting for others.
 
     Attributes:
@@ -122,7 +123,7 @@ class Learner:
             seed=config.seed,
             on_wait=on_wait,
         )
-        self._rate = config.schedule.make(config.num_steps)
+        self._rate = make_rate(config.schedule, config.num_steps)
         self.step, self.is_done, self._has_moved = 0, False, False
         self._round, self._merge_at = _Round(0, 0), 0
 

@@ -30,8 +30,6 @@ from .prepare import batch_shapes
 if TYPE_CHECKING:
     from .train import Config
 
-Rows = dict[str, np.ndarray]
-
 
 class Padded:
     """The examples, and the first one again until full batches have a row each."""
@@ -43,7 +41,7 @@ class Padded:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, i: int) -> Rows:
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return self._inputs.example(i if i < len(self._inputs) else 0)
 
     def describe(self) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def predictions(
     mesh: Mesh,
     *,
     batch_size: int | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[dict[str, np.ndarray]]:
     """Yields the predictions of one batch after the other, without padding.
 
     Args:

@@ -14,7 +14,14 @@ from ...sharding import Sharder
 from ...sharding.mesh import mesh_sizes
 from ...sharding.text import counted, human_bytes
 from ..config import tree as config_tree
-from ..data import Dataset, Source, mixing, order_of, throughput_unit
+from ..data import (
+    Dataset,
+    Source,
+    mixing,
+    open_source,
+    order_of,
+    throughput_unit,
+)
 from ..data.batches import SAMPLE_IDS, check_dtype
 from ..data.growth import GrownOrder, Part
 from ..data.mixing import MixedOrder
@@ -25,6 +32,7 @@ from ..program.computation import Choose, Chosen, choose_plain
 from ..program.executables import Executables
 from ..program.pipelining import Pipelining, Staging
 from ..program.rules import name_settings
+from ..program.schedules import make_rate
 from ..program.state import Layout
 from . import sampling
 from .held_out import SETTINGS, HeldOut, open_split, with_weights
@@ -237,7 +245,7 @@ def _prepare(
     mesh = config.mesh.make(devices)
     chosen = choose(config, mesh_sizes(mesh), list(mesh.devices.flat))
     settled = chosen.config
-    train_data = with_weights(config, source.open("train"))
+    train_data = with_weights(config, open_source(source, "train"))
     splits = (open_split(config, name, source) for name in SETTINGS)
     held_out = {split.name: split for split in splits if split is not None}
     share = config.exchange.share
@@ -258,7 +266,7 @@ def _prepare(
             mesh,
             settled.make_rules(),
             batch_shapes(first, rows),
-            learning_rate=config.schedule.make(config.num_steps),
+            learning_rate=make_rate(config.schedule, config.num_steps),
             seed=config.seed,
             num_microbatches=settled.num_microbatches,
             pipeline=settled.pipeline,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Arrival:
-    """New data that a run has taken up.
+    """New data that a run has picked up.
 
     Attributes:
       files: how many.
@@ -65,6 +65,9 @@ class Publisher:
     def event(self, kind: str, **facts: Any) -> None:
         """Records an event of the checkpoints, and publishes a step once committed."""
         self._ledger.event(kind, **facts)
+        if kind == "loss_unknown":
+            step, reason = facts["step"], facts["reason"]
+            self._log(f"keep_best does not rank step {step}: {reason}")
         if kind != "commit" or not self._group.is_first:
             return
         step, now = facts["step"], self._clock()

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ...sharding.mesh import mesh_sizes
 from ..checkpoint import manifest
 from ..checkpoint.inspect import Stored
-from ..data import Dataset
+from ..data import Dataset, open_source
 from ..data.batches import WEIGHTS
 from ..job.group import Group
 from ..program import contract
@@ -126,7 +126,7 @@ def run_test(
     """
     contract.check(config.model)
     trained.refuse_pipe(mesh, "meshloom test")
-    data = with_weights(changed, changed.data.open(split))
+    data = with_weights(changed, open_source(changed.data, split))
     train = _training_data(config, changed) if check_overlap else None
     facts = _established(run, stored, split, data, train, config != changed, log)
     found = None
@@ -173,12 +173,12 @@ def run_test(
 def _training_data(config: "Config", changed: "Config") -> Dataset:
     """Opens what the run was trained on, where it was then or where it is now."""
     try:
-        return with_weights(config, config.data.open("train"))
+        return with_weights(config, open_source(config.data, "train"))
     except (ValueError, OSError):
         if config == changed:
             raise
         # Its digest is compared with the run's.
-        return with_weights(changed, changed.data.open("train"))
+        return with_weights(changed, open_source(changed.data, "train"))
 
 
 def _established(

@@ -1,7 +1,8 @@
 """Trains a model: from a config to a trained state, in the order things are created."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,8 @@ class Config(Computation):
         for only with several processes.
       sample_prompt: text to continue after training, if the model can generate.
       sample_tokens: how many tokens to generate.
-      follow: whether to wait for new files once all data was read, instead of reading
-        it again, and to go on with them.
+      follow: whether to wait for new files once all data was read and to continue with
+        them, instead of reading it again.
       follow_passes: how often each part of such data is read.
       follow_seconds: the run ends after so long without new data; 0 for never.
       publish_every: steps between checkpoints that are saved in order to publish
@@ -224,16 +225,9 @@ def train(
         )
         phases.reached("ready")
         observer = observer if group.is_first else None
-        try:
+        with _closing(run):
             position = _begin(run, opened.record, origins or {}, config_text)
             state = _train(run, position, opened.record.hosts, observer)
-        except BaseException as error:
-            _leave(run, error)
-            raise
-        else:
-            _leave(run, None)
-        finally:
-            run.checkpoints.close()
         ledger.event("done", step=int(state.step))
         watchdog.beat(allow=ALLOW_SECONDS)
         finish(run, state, observer)
@@ -285,6 +279,20 @@ def _learner(
     learner = Learner(opened.prepared, group, ledger, owner=owner, on_wait=on_wait)
     console.print(learner.describe(), markup=False)
     return learner
+
+
+@contextlib.contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """Leaves the service, if the run is a learner, and closes the checkpoints."""
+    try:
+        yield
+    except BaseException as error:
+        _leave(run, error)
+        raise
+    else:
+        _leave(run, None)
+    finally:
+        run.checkpoints.close()
 
 
 def _leave(run: Run, error: BaseException | None) -> None:

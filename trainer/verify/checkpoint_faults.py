@@ -1,6 +1,6 @@
 """Corrupts checkpoints on disk, for drills and tests.
 
-The damage always hits array data: the files also contain stale bytes that nothing
+Damage to arrays always hits their data: the files also contain stale bytes that nothing
 refers to, and changing those would change no array.
 """
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import tensorstore
 
 from ..checkpoint.manager import STATE
+from ..checkpoint.reading import COMMIT_RECORD
 
 
 def flip_a_bit(step: Path) -> Path:
@@ -27,6 +28,13 @@ def tear_a_file(step: Path) -> Path:
     """Truncates a file in the middle of an array, as a crash would."""
     file, offset = _middle_of_largest_chunk(step)
     os.truncate(file, offset)
+    return file
+
+
+def tear_the_commit_record(step: Path) -> Path:
+    """Truncates the file by which a step counts as committed."""
+    file = step / COMMIT_RECORD
+    os.truncate(file, file.stat().st_size // 2)
     return file
 
 

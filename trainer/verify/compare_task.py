@@ -9,10 +9,11 @@ import numpy as np
 from ...service.blocks.layout import Layout, make_layout
 from ...service.rounds.policy import Policy
 from ...sharding import MeshSpec, parse_plan
-from ..data import order_of
+from ..data import open_source, order_of
 from ..data.batches import SAMPLE_IDS, Batches, Share
 from ..data.shuffle import Order
 from ..program.build import Program, build
+from ..program.schedules import make_rate
 from ..run import exchange as exchange_lib
 from ..run.held_out import with_weights
 
@@ -29,8 +30,8 @@ class Task:
         """
         self.config, self.num_learners = config, num_learners
         self.rows = Share(0, num_learners).size(config.batch_size)
-        data = with_weights(config, config.data.open("train"))
-        held_out = with_weights(config, config.data.open("eval"))
+        data = with_weights(config, open_source(config.data, "train"))
+        held_out = with_weights(config, open_source(config.data, "eval"))
         order = order_of(data, config.seed, config.batch_size)
         self._batches = Batches(data, order, self.rows)
         num_eval = min(len(held_out), eval_rows) // self.rows
@@ -51,7 +52,7 @@ class Task:
             mesh,
             parse_plan("data"),
             shapes,
-            learning_rate=config.schedule.make(config.num_steps),
+            learning_rate=make_rate(config.schedule, config.num_steps),
             seed=config.seed,
             max_grad_norm=config.max_grad_norm,
             facts=data.describe(),

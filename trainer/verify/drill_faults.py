@@ -157,6 +157,7 @@ FAULTS: dict[str, Fault] = {
     "sigterm": sigterm,
     "sigstop": sigstop,
     "torn-file": damage(checkpoint_faults.tear_a_file),
+    "torn-commit": damage(checkpoint_faults.tear_the_commit_record),
     "flipped-bit": damage(checkpoint_faults.flip_a_bit),
     "unreadable-file": damage(checkpoint_faults.make_unreadable),
     "slow-read": slow_read,

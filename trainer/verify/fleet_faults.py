@@ -95,7 +95,7 @@ def flip_a_bit(what: str) -> Fault:
 
 
 def full_disk(fleet: Fleet, rng: random.Random) -> Mark:
-    """Fills the disk of the service, which must stop aloud, and makes room again.
+    """Fills the disk of the service, which must stop and say why, and makes room again.
 
     The seconds to recover count from when the training is continued.
     """

@@ -200,7 +200,7 @@ class Fleet:
     # Faults.
 
     def mark(self, roles: Iterable[str]) -> Mark:
-        """Takes note of where the training stands, right before a fault."""
+        """Records where the training stands, right before a fault."""
         commits, roles = self.commits(), list(roles)
         known = {
             part["learner"]: part["incarnation"]
@@ -243,7 +243,7 @@ class Fleet:
         return int(held.suffix[1:])
 
     def release(self) -> None:
-        """Lets go of whoever is still held."""
+        """Releases all held processes."""
         for held in self._traps.glob("*.*"):
             held.unlink()
 

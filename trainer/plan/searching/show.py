@@ -56,7 +56,7 @@ def show(
     forecasts = [found.forecast(c) for c in best]
     compiled: list[Finalist] = []
     if not as_json:
-        print_styled(f"{counted(found)}\n\n{best_table(found, best)}")
+        print_styled(f"{summary(found)}\n\n{best_table(found, best)}")
         lines = [f"  {reason}" for reason in reasons(found)]
         print_styled("\n".join(["\nWhy others lost", *lines]))
     for number, each in enumerate(forecasts if compiles else (), 1):
@@ -103,7 +103,7 @@ def show_scaling(
     return found
 
 
-def counted(found: Search) -> str:
+def summary(found: Search) -> str:
     config, target = found.config, found.target
     return (
         f"{target.name}: {len(found.candidates):,} candidates on {found.num_meshes} "
@@ -185,7 +185,7 @@ def _show_nothing_fits(found: Search, as_json: bool) -> None:
         return
     over = human_bytes(lean.memory.peak - target.device.usable)
     print_styled(
-        f"{counted(found)}\n\nNothing fits. The leanest candidate, {lean.case.spec}, "
+        f"{summary(found)}\n\nNothing fits. The leanest candidate, {lean.case.spec}, "
         f"is {over} too large on each device: {why_not(lean)}.\n"
         f"{in_words(least, target)}"
     )
