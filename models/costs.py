@@ -79,6 +79,22 @@ class Working:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What devices along the positions send each other for one block.
+
+    Attributes:
+      kind: of the collective.
+      array: gathered, what is received; otherwise what a device has of it.
+      forward, backward: how often, in either pass.
+    """
+
+    kind: str
+    array: Array
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Costs:
     """Costs of `rows` examples of `length` positions.
 
@@ -100,6 +116,7 @@ class Costs:
         those products last in a block, as XLA does for GPUs; () where it does not.
       logits: in the compute dtype; float32 logits are never stored.
       fused: whether attention is one kernel.
+      exchanges: between devices that share the positions of a sequence.
     """
 
     products: tuple[Product, ...]
@@ -116,6 +133,7 @@ class Costs:
     waiting: tuple[Array, ...]
     logits: Array
     fused: bool = False
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def is_tied(self) -> bool:
