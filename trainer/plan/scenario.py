@@ -7,6 +7,7 @@ and the model's own account of what it keeps and multiplies (models/costs.py).
 import collections
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -213,9 +214,10 @@ def _make_case(config: "Config", target: Target) -> Case:
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
         name = f"batch_size {config.batch_size}{what}"
         sharded.mesh_axes(("batch", "length"), (count, length), name)
-    # Only a model that shards its positions has costs that depend on the mesh.
     options: dict[str, Any] = {"platform": target.device.platform}
-    if any(sharded.mesh_axes(("length",), (length,), f"length {length}")):
+    # What a device multiplies may depend on how positions are sharded.
+    is_sharded = any(sharded.mesh_axes(("length",), (length,), f"length {length}"))
+    if is_sharded and "shard" in inspect.signature(model.costs).parameters:
         options["shard"] = Sharder(mesh, rules)
     costs = _costs(model, rows, length, **options)
     if pipeline is not None and pipeline.simulation.recomputes_once:
