@@ -39,7 +39,7 @@ class Form:
     """How devices exchange what attention needs, and why so.
 
     Attributes:
-      axes: the mesh axes that shard the positions.
+      axes: the mesh axes that shard the positions, `num` ways.
       copies: how often Ulysses sends each key-value head, so that all devices get one.
       zigzag: whether positions are in zig-zag order.
     """
@@ -47,6 +47,7 @@ class Form:
     name: Literal["gather", "ulysses", "ring"]
     reason: str
     axes: tuple[str, ...]
+    num: int
     copies: int = 1
     zigzag: bool = False
 
@@ -76,7 +77,7 @@ def choose(config: "Config", length: int, shard: Sharder) -> Form | None:
     copies = copies if name == "ulysses" else 1
     if copies > 1:
         reason += f"; each key-value head is sent {copies} times"
-    return Form(name, reason, axes, copies, zigzag)
+    return Form(name, reason, axes, num, copies, zigzag)
 
 
 def _decide(setting: ContextAttention, num: int, heads: int, copies: int, size: int):

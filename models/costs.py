@@ -79,6 +79,22 @@ class Working:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What devices along the positions send each other for one block.
+
+    Attributes:
+      kind: of the collective.
+      array: gathered, what is received; otherwise what a device has of it.
+      forward, backward: how often, in either pass.
+    """
+
+    kind: str
+    array: Array
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Costs:
     """Costs of `rows` examples of `length` positions.
 
@@ -101,6 +117,7 @@ class Costs:
       logits: in the compute dtype; float32 logits are never stored.
       head_block: tokens of a device whose logits exist at once; 0 for all.
       fused: whether attention is one kernel.
+      exchanges: between devices that share the positions of a sequence.
     """
 
     products: tuple[Product, ...]
@@ -118,6 +135,7 @@ class Costs:
     logits: Array
     fused: bool = False
     head_block: int = 0
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def is_tied(self) -> bool:

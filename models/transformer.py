@@ -16,6 +16,7 @@ from ..sharding import Sharder
 from . import nnx_pure
 from .attention import Implementation
 from .context import ContextAttention, arrange, notes
+from .context import choose as choose_form
 from .cross_entropy import cross_entropy
 from .head import STREAM, Head
 from .layers import RESIDUAL, Block, Norm, weight
@@ -252,14 +253,21 @@ class Config:
         causal = c.num_layers * length * c.num_heads * c.head_width
         return 6.0 * num_examples * length * (matmul + causal)
 
-    def costs(self, rows: int, length: int, *, platform: str = "tpu"):
+    def costs(
+        self,
+        rows: int,
+        length: int,
+        *,
+        platform: str = "tpu",
+        shard: Sharder = Sharder(),  # noqa: B008
+    ):
         """Returns the costs of a step on `rows` examples, for `meshloom plan`."""
         from .attention import choose
         from .transformer_costs import costs
 
         size = 2 if self.compute_dtype == "bfloat16" else 4
         kernel = choose(self.attention, platform, size, length, self.head_width)
-        return costs(self, rows, length, kernel)
+        return costs(self, rows, length, kernel, choose_form(self, length, shard))
 
     @property
     def make(self):

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 from ..sharding.hlo.kernels import causal_blocks
 from .attention import block_size, key_block_size
+from .context_costs import exchanges, in_blocks
 from .costs import Array, Axes, Costs, Product, Working
 from .layers import RESIDUAL
 
 if TYPE_CHECKING:
+    from .context import Form
     from .transformer import Config
 
 Kernel = Literal["xla", "cudnn", "splash"]
@@ -38,8 +40,20 @@ RECOMPUTED = {
 }
 
 
-def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
-    """Returns the costs of a microbatch of `rows` examples, with this attention."""
+def costs(
+    config: "Config",
+    rows: int,
+    length: int,
+    kernel: Kernel,
+    form: "Form | None" = None,
+) -> Costs:
+    """Returns the costs of a microbatch of `rows` examples, with this attention.
+
+    Args:
+      form: how devices exchange keys where they share the positions of a sequence.
+    """
+    if form is not None and form.name != "ulysses":
+        kernel = "xla"  # or rather blocks, see below
     arrays = _Arrays(config, rows, length, by_rows=kernel == "splash")
     head = Product(
         "head",
@@ -49,6 +63,10 @@ def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
         spread="vocab",
     )
     attention = {"xla": _plain, "cudnn": _cudnn, "splash": _splash}[kernel](arrays)
+    if form is not None and form.name != "ulysses":
+        again = RECOMPUTED[config.remat] if config.remat != "save-named" else ()
+        attention = _Attention(**in_blocks(arrays, form, frozenset(again)))
+    repeats = "attend" in attention.recomputed
     everything, again = config.remat == "none", config.remat == "full"
     qkv, hidden, half = arrays.qkv, arrays.hidden, arrays.half
     fused = kernel != "xla"
@@ -89,6 +107,7 @@ def costs(config: "Config", rows: int, length: int, kernel: Kernel) -> Costs:
         ),
         fused=fused,
         head_block=config.head_block or 0,
+        exchanges=exchanges(arrays, form, repeats) if form else (),
     )
 
 

@@ -7,6 +7,7 @@ from .logical_axes import axes_for_state as axes_for_state
 from .logical_axes import axes_from_paths as axes_from_paths
 from .logical_axes import axes_of as axes_of
 from .mesh import MeshSpec as MeshSpec
+from .plans import context as context
 from .plans import data as data
 from .plans import fsdp as fsdp
 from .plans import parse_plan as parse_plan

@@ -10,6 +10,7 @@ from packed_rows import Packed
 from short_runs import run
 
 from meshloom.models import transformer
+from meshloom.sharding import Sharder, hlo
 from meshloom.sharding.audit import audit
 from meshloom.trainer.program import optimizers, schedules
 from meshloom.trainer.run import train
@@ -112,6 +113,19 @@ def test_a_ring_moves_each_block_once_around_forward_and_backward():
     assert large == LAYERS * (2 * 3 + 4) * keys
     # Beside them only segments travel, and the batch into zig-zag order.
     assert sum(moved) - large <= (LAYERS * 2 * 3 + 5) * SEGMENTS // 4
+
+
+def test_a_ring_multiplies_little_more_than_half_the_square():
+    """The compiled step runs the products that the model counts, and no others."""
+    prepared, step_fn = compiled("ring")
+    model, shard = prepared.config.model, Sharder(prepared.mesh, prepared.program.rules)
+    costs = model.costs(BATCH, LENGTH, platform="cpu", shard=shard)
+    blocks = sum(LAYERS * (1 + p.backward) * p.flops for p in costs.products)
+    expected = (blocks + 3 * costs.head.flops) / 4
+    # Products with one row are not counted in compiled programs.
+    assert hlo.flops(step_fn.as_text()) == pytest.approx(expected, rel=1e-3)
+    (scores,) = (p for p in costs.products if p.name == "scores")
+    assert 0.5 < scores.share < 0.55
 
 
 def test_the_run_says_which_form_it_chose():

@@ -43,8 +43,8 @@ def test_an_axis_that_shards_anything_is_not_idle():
 def test_the_reason_names_rules_and_dimensions():
     assert find(data() + fsdp(), data=2, context=6) == {
         "context": "no array is sharded over it, so its 6 ways would duplicate work. "
-        "No rule names it. Unsharded dimensions that it divides: mlp of up (24), "
-        "residual_length of batch/x (48)"
+        "No rule names it; plans that do: context, sequence. Unsharded dimensions that "
+        "it divides: mlp of up (24), residual_length of batch/x (48)"
     }
     assert (
         "No rule names it; plans that do: tensor, tensor2d, sequence. Unsh"
@@ -87,15 +87,16 @@ def test_an_axis_that_shards_only_activations_is_not_idle():
         (
             "context=8",
             "mesh axis context=8: no array is sharded over it, so its 8 ways "
-            "would duplicate work. No rule names it. Unsharded dimensions that it "
-            "divides: ",
+            "would duplicate work. No rule names it; plans that do: context, sequence. "
+            "Unsharded dimensions that it divides: ",
         ),
         ("data=2,context=4", "mesh axis context=4: no array is sharded ov"),
     ],
 )
 def test_training_refuses_an_idle_axis(tmp_path, capfd, mesh, message):
+    plan = ("--set", 'plan="data+fsdp+tensor+pipeline"')
     line = tiny_runs.refused(
-        capfd, tiny_runs.train(tmp_path / "run", "--mesh", mesh, "--dry-run")
+        capfd, tiny_runs.train(tmp_path / "run", "--mesh", mesh, "--dry-run", *plan)
     )
     assert line.startswith(message)
     assert "length of batch/inputs" in line

@@ -197,7 +197,7 @@ def test_an_unknown_plan_is_an_error():
         parse_plan("data+tesnor")
     assert str(error.value) == (
         "plan 'data+tesnor': 'tesnor' is not a plan. Plans: data, fsdp, zero1, tensor, "
-        "tensor2d, sequence, pipeline."
+        "tensor2d, context, sequence, pipeline."
     )
     with pytest.raises(ValueError, match="plan '': '' is not a plan"):
         parse_plan("")

@@ -7,13 +7,15 @@ and the model's own account of what it keeps and multiplies (models/costs.py).
 import collections
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
-from ...sharding import MeshSpec, Rules
+from ...sharding import MeshSpec, Rules, Sharder
 from ...sharding.mesh import mesh_sizes
 from ...sharding.pipeline import Schedule
 from ...sharding.pipeline import loops as loops_lib
@@ -130,6 +132,22 @@ class Case:
         """Mesh axes that shard the examples."""
         return self.mesh_axes(("batch",), (self.rows,))
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines of the model about what it chooses on this mesh."""
+        model: Any = self.config.model
+        if not hasattr(model, "notes"):
+            return []
+        shape = jax.ShapeDtypeStruct((self.rows, self.length), jnp.int32)
+        mesh = self.spec.abstract(self.target.num_devices)
+        shard = Sharder(mesh, self.config.make_rules())
+        return model.notes({"inputs": shape}, shard)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which gradients are summed: of examples and positions."""
+        return self.mesh_axes(("batch", "length"), (self.rows, self.length))
+
     def takes_slice(self, axes: Sequence[str]) -> bool:
         """Returns whether groups along these axes are whole slices that wrap around.
 
@@ -146,7 +164,7 @@ class Case:
         """
         return (
             bool(self.target.device.torus)
-            and set(axes) == set(self.batch_axes)
+            and set(axes) == set(self.token_axes)
             and not self.takes_slice(axes)
         )
 
@@ -201,7 +219,7 @@ def _make_case(config: "Config", target: Target) -> Case:
         advise=False,
     )
     num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches
-    num, length = num or 1, _length(config)
+    num, length = num or 1, length_of(config)
     rows = config.batch_size // num
     is_torus = bool(target.device.torus)
     sharded = _sharded(
@@ -210,7 +228,12 @@ def _make_case(config: "Config", target: Target) -> Case:
     for count, what in ((config.batch_size, ""), (rows, f" in {num} microbatches")):
         name = f"batch_size {config.batch_size}{what}"
         sharded.mesh_axes(("batch", "length"), (count, length), name)
-    costs = _costs(model, rows, length, target.device.platform)
+    options: dict[str, Any] = {"platform": target.device.platform}
+    # What a device multiplies may depend on how positions are sharded.
+    is_sharded = any(sharded.mesh_axes(("length",), (length,), f"length {length}"))
+    if is_sharded and "shard" in inspect.signature(model.costs).parameters:
+        options["shard"] = Sharder(mesh, rules)
+    costs = _costs(model, rows, length, **options)
     if pipeline is not None and pipeline.simulation.recomputes_once:
         # Under full remat a chunk of one layer is recomputed once, not twice.
         costs = dataclasses.replace(costs, recomputed=frozenset())
@@ -262,8 +285,8 @@ def _sharded(
 
 
 @functools.lru_cache(maxsize=256)
-def _costs(model: Any, rows: int, length: int, platform: str) -> Any:
-    return model.costs(rows, length, platform=platform)
+def _costs(model: Any, rows: int, length: int, **options: Any) -> Any:
+    return model.costs(rows, length, **options)
 
 
 def _check_slices(spec: MeshSpec, target: Target) -> None:
@@ -281,7 +304,7 @@ def _check_slices(spec: MeshSpec, target: Target) -> None:
         )
 
 
-def _length(config: "Config") -> int:
+def length_of(config: "Config") -> int:
     """Returns the positions of an example, known to its data or to the model."""
     for node in (config.data, config.model):
         if (length := getattr(node, "length", None)) is not None:

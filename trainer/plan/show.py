@@ -62,7 +62,7 @@ def show(
             document["explain"] = explain.to_json(found)
         print(json.dumps(document, indent=1))
         return
-    head = _head(found) + (f"\n{found.choice}" if found.choice else "")
+    head = "\n".join([_head(found), *filter(None, [found.choice, *found.case.notes])])
     blocks = [head, _memory(found), _work(found), _time(found)]
     if compiled is not None:
         blocks.append(compiled.table(found))

@@ -12,6 +12,7 @@ group holds together.
              moves the gradient of the activations instead
   sums       a product over a sharded dimension gives partial sums: one all-reduce of
              the residual stream forward, one backward
+  exchanges  where devices share the positions of a sequence, what attention sends
   pipeline   every tick sends one activation each way; table and head are shared by
              all-to-alls; weights are gathered, and gradients summed in float32, once a
              step
@@ -38,7 +39,7 @@ class Transfer:
 
 
 def traffic(case: Case) -> tuple[Transfer, ...]:
-    parts = [_sums(case)]
+    parts = [_sums(case), _exchanges(case)]
     parts += [_pipeline(case)] if case.pipeline else [_weights(case), _gradients(case)]
     found = sum_by(
         ((t.kind, tuple(a for a in case.sizes if a in t.axes), t.what), t.bytes)
@@ -113,7 +114,7 @@ def _gradients(case: Case) -> Iterator[Transfer]:
 
 def _rest(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
     """Returns the sum of a scattered gradient over the other axes of the batch."""
-    rest = tuple(axis for axis in case.batch_axes if axis not in axes)
+    rest = tuple(axis for axis in case.token_axes if axis not in axes)
     share = math.prod(case.sizes[axis] for axis in axes)
     return Transfer("all-reduce", rest, size // share, "gradients")
 
@@ -159,6 +160,16 @@ def _sums(case: Case) -> Iterator[Transfer]:
     yield from _summed(axes, round(2 * share), set())
 
 
+def _exchanges(case: Case) -> Iterator[Transfer]:
+    """Yields what devices send each other for attention over all positions."""
+    axes, times = case.mesh_axes(("length",), (case.length,)), case.ticks
+    starts = times.backwards if case.pipeline and not case.costs.keeps_weights else 0
+    for one in case.costs.exchanges:
+        runs = (times.forwards + starts) * one.forward + times.backwards * one.backward
+        size = round(case.chunk_layers * runs * case.bytes(one.array))
+        yield Transfer(one.kind, axes, size, "exchanges")
+
+
 def _gathered_again(case: Case, size: int, streams: set[str]) -> Iterator[Transfer]:
     """Yields gathers of the normed inputs, for the gradients of their weights.
 
@@ -191,7 +202,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
     )
     yield Transfer("all-to-all", ("pipe",), times.exchanges * residual, "outside")
     late = case.config.pipeline.gather == "microbatch"
-    batch = case.batch_axes
+    batch = case.token_axes
     summed = case.itemsize if late else FLOAT32
     for path, weight in case.sharded.weights.items():
         gathers, scatters = _uses(case, path)

@@ -1,7 +1,8 @@
 """All the ways to lay a config out on a target that a search looks at.
 
-  mesh          data x fsdp x tensor x pipe, all that multiply to the devices; over
-                several TPU slices, data or pipe crosses them
+  mesh          data x fsdp x tensor x pipe, all that multiply to the devices, and x
+                context for examples of at least LONG positions; over several TPU
+                slices, data or pipe crosses them
   remat         every policy
   microbatches  every number that divides the examples of a device; in a pipeline up to
                 MOST_IN_PIPE, where the bubble is small with any number of stages
@@ -29,7 +30,7 @@ from ...program.hardware import Target
 from ...program.pipelining import Pipelining, divisors
 from ..memory import HEAD
 from ..predict import Forecast
-from ..scenario import Case, make_case
+from ..scenario import Case, length_of, make_case
 
 if TYPE_CHECKING:
     from ...run.train import Config
@@ -40,6 +41,7 @@ ONE_CHUNK = ("gpipe", "1f1b")
 MOST_IN_PIPE = 1024
 # Adding up the gradient of the head's weight takes ever more time with smaller blocks.
 LEAST_BLOCK = 1024
+LONG = 32_768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +143,14 @@ def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
         for candidate in row.candidates
         for axis in candidate
     } | {"data"}
-    found = []
-    for sizes in _factors(target.num_devices, len(SEARCHED)):
-        by: dict[str, int] = dict(zip(SEARCHED, sizes, strict=True))
-        if layers % by["pipe"] or any(by[a] > 1 and a not in used for a in SEARCHED):
+    found, length = [], length_of(config)
+    searched = (*SEARCHED, "context") if length >= LONG else SEARCHED
+    for sizes in _factors(target.num_devices, len(searched)):
+        by: dict[str, int] = dict(zip(searched, sizes, strict=True))
+        if layers % by["pipe"] or any(by[a] > 1 and a not in used for a in searched):
             continue
+        if length % (2 * by.get("context", 1)) and by.get("context", 1) > 1:
+            continue  # two chunks for each device (models/zigzag.py)
         found += [MeshSpec(**by, dcn=dcn) for dcn in _over_slices(by, target)]
     return found
 
