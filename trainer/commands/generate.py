@@ -35,7 +35,6 @@ def _generate(args: argparse.Namespace) -> None:
     import jax
 
     from ...sharding import MeshSpec
-    from ..checkpoint import manager
     from ..config import files as config_files
     from ..program.computation import layout_of
     from ..record.run_folder import CONFIG_GIN
@@ -51,21 +50,18 @@ def _generate(args: argparse.Namespace) -> None:
     config = config_files.load([text], root=Config).config
     mesh = MeshSpec.parse(args.mesh).make(jax.local_devices())
     layout, _ = layout_of(config, mesh)
-    params = manager.restore_params(
-        stored.folder,
-        stored.step,
-        layout.abstract.params,
-        layout.params.shardings(mesh),
-    )
+    state = trained.restore(stored, layout, mesh)
     print(
         sampling.sample(
             config,
             mesh,
-            params,
+            state.params,
             args.prompt,
             args.tokens,
             temperature=args.temperature,
             top_k=args.top_k,
             seed=args.seed,
+            tokenizer=trained.tokenizer(args.run_folder),
+            variables=state.variables,
         )
     )

@@ -73,12 +73,14 @@ def _sample(
     config = prepared.config
     if config.sample_prompt is None:
         return
+    state = prepared.layout.canonical(state, prepared.mesh)
     text = sampling.sample(
         config,
         prepared.mesh,
-        prepared.layout.canonical(state, prepared.mesh).params,
+        state.params,
         config.sample_prompt,
         config.sample_tokens,
+        variables=state.variables,
     )
     folder.write_text("sample.txt", text)
     console.rule("sample")
