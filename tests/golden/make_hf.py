@@ -83,8 +83,9 @@ def random_model(name: str, seed: int):
 
 def results(model, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the logits of tokens, and the losses of training steps on them."""
+    tokens = tokens.astype(np.int64)
     inputs, targets = torch.tensor(tokens[:, :-1]), torch.tensor(tokens[:, 1:])
-    model = model.float().eval()
+    model = model.float().eval().requires_grad_(True)
     with torch.no_grad():
         logits = model(inputs).logits.numpy()
     update = torch.optim.AdamW(

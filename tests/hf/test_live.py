@@ -28,7 +28,7 @@ GOLDEN = ROOT / "tests" / "golden" / "hf"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 ADAPTED = ("gpt2", "qwen3")
 TOKENS = np.random.default_rng(1).integers(0, 40, (1, 25))
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def export_random(name: str, folder: pathlib.Path) -> np.ndarray:
@@ -80,7 +80,7 @@ def results(tmp_path_factory):
     assert python, "set TRANSFORMERS_PYTHON to a python with torch and transformers"
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run(
-        [python, str(SCRIPT), "run", str(folder)], check=True, timeout=280, env=env
+        [python, str(SCRIPT), "run", str(folder)], check=True, timeout=600, env=env
     )
     return {
         name: (logits, np.load(folder / name / "found.npz")["logits"])

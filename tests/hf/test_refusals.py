@@ -11,6 +11,7 @@ from paths import ROOT
 from safetensors.numpy import load_file, save_file
 from tiny_runs import TINY, main, refused
 
+from meshloom.models.adapters import Adapters
 from meshloom.trainer.hf import documents, families
 from meshloom.trainer.hf.tensors import pieces
 
@@ -156,6 +157,9 @@ def test_a_run_without_a_family_is_refused():
     capped = documents.dataclasses.replace(model, logit_softcap=30.0)
     with pytest.raises(ValueError, match="logit_softcap=30.0, but qwen3 models have"):
         documents.write_model(capped, qwen3)
+    adapted = documents.dataclasses.replace(model, adapters=Adapters())
+    with pytest.raises(ValueError, match="the model has adapters=Adapters"):
+        documents.write_model(adapted, qwen3)
     assert {piece.name for piece in pieces(model, qwen3)} > {"lm_head.weight"}
 
 

@@ -87,7 +87,7 @@ def _export(args: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from ...models import lora
+    from ...models import lora, transformer
     from ..config import files as config_files
     from ..hf.exporting import export_model
     from ..hf.peft import export_adapter
@@ -110,6 +110,11 @@ def _export(args: argparse.Namespace) -> None:
         options = {"base": base, "family": args.family, "dtype": args.dtype}
         lines = export_adapter(stored, config.model, args.output, **options)
         return print("\n".join(lines))
+    if not isinstance(config.model, transformer.Config):
+        raise ValueError(
+            f"{args.run_folder}: {type(config.model).__module__} has no form "
+            "in Hugging Face; only transformers and their adapters do"
+        )
     if args.base is not None:
         raise ValueError("--base has no effect: the run did not train adapters")
     lines = export_model(
