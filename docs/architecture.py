@@ -49,6 +49,7 @@ ROOMS = (
     Room("trainer/report", "a run as an HTML page", 3, 2),
     Room("trainer/plan", "what a run will cost", 4, 2),
     Room("trainer/verify", "certificates, drills", 3, 0),
+    Room("trainer/hf", "from and to Hugging Face", 4, 1),
     Room("trainer/run", "config to trained state", 5, 1),
     Room("trainer/checkpoint", "save, restore, inspect", 6, 1),
     Room("trainer/job", "join, preflight, watchdog", 7, 1),

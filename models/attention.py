@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from ..sharding import Sharder
+from .rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
     from .context import Form
@@ -175,10 +176,17 @@ def attend_cached(
     return out[:, 0]
 
 
-def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, theta: float) -> jax.Array:
+def rotate(
+    x_BLHK: jax.Array,
+    positions_BL: jax.Array,
+    theta: float,
+    scaling: RopeScaling | None = None,
+) -> jax.Array:
     """Applies rotary positions: rotates (i, i + K/2) by position * theta^(-2i/K)."""
     half = x_BLHK.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None:
+        frequency = scaling.scale(frequency)
     angle = (
         positions_BL[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     )

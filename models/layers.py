@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ..sharding import Sharder
+from .adapters import adapt
 from .attention import attend, attend_cached, rotate
 from .context import choose
 from .linear import linear
@@ -37,23 +38,28 @@ def constant(config: "Config", value: float, shape, axes):
 
 
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with a bias if the config has biases, in float32."""
+    """RMSNorm, or LayerNorm with a bias if the config has biases, in float32.
 
-    def __init__(self, config: "Config", rngs: nnx.Rngs):
+    Args:
+      width: of the last dimension of the input; default d_model.
+    """
+
+    def __init__(self, config: "Config", rngs: nnx.Rngs, width: int | None = None):
         self.config = config
-        self.scale = constant(config, 1.0, (config.d_model,), ("norm",))
+        shape = (width or config.d_model,)
+        self.scale = constant(config, 1.0, shape, ("norm",))
         if config.norm == "layer" and config.use_bias:
-            self.bias = constant(config, 0.0, (config.d_model,), ("norm",))
+            self.bias = constant(config, 0.0, shape, ("norm",))
 
     def __call__(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
-        x = x_BLD.astype(jnp.float32)
+        x, last = x_BLD.astype(jnp.float32), (1,) * (x_BLD.ndim - 1) + (-1,)
         if self.config.norm == "layer":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(variance + self.config.norm_epsilon)
-        x = x * shard.weight(self.scale[...], ("norm",))[None, None]
+        x = x * shard.weight(self.scale[...], ("norm",)).reshape(last)
         if hasattr(self, "bias"):
-            x = x + shard.weight(self.bias[...], ("norm",))[None, None]
+            x = x + shard.weight(self.bias[...], ("norm",)).reshape(last)
         return x.astype(x_BLD.dtype)
 
 
@@ -72,12 +78,13 @@ class Attention(nnx.Module):
         axes, out_axes = ("kv_heads", None, "head_dim"), ("heads", "head_dim", "embed")
         self.qkv = weight(c, rngs, (D, *grouped), ("embed", *axes))
         self.out = weight(c, rngs, (H, K, D), out_axes, scale=residual_scale(c))
-        if c.qk_norm:
-            self.query_norm = constant(c, 1.0, (K,), ("norm",))
-            self.key_norm = constant(c, 1.0, (K,), ("norm",))
-        if c.use_bias:
+        if c.use_bias or c.qkv_bias:
             self.qkv_bias = constant(c, 0.0, grouped, axes)
+        if c.use_bias:
             self.out_bias = constant(c, 0.0, (D,), ("norm",))
+        if c.qk_norm:
+            self.q_norm, self.k_norm = Norm(c, rngs, K), Norm(c, rngs, K)
+        adapt(self, c, rngs)
 
     def __call__(self, x_BLD, positions_BL, segments_BL, shard: Sharder) -> jax.Array:
         q, k, v = self.project(x_BLD, positions_BL, shard)
@@ -97,7 +104,7 @@ class Attention(nnx.Module):
     def project(self, x_BLD, positions_BL, shard: Sharder):
         """Returns queries [B, L, H, K], and keys and values [B, L, G, K].
 
-        Rotary positions are applied to queries and keys.
+        Queries and keys are normalized if the config says so, then rotated.
         """
         c = self.config
         qkv = checkpoint_name(linear(x_BLD, self, "qkv", 1, shard), "qkv")
@@ -105,11 +112,10 @@ class Attention(nnx.Module):
         q = q.reshape(*q.shape[:2], c.num_heads, c.head_width)
         k, v = k[..., 0, :], v[..., 0, :]
         if c.qk_norm:
-            q = head_norm(q, self.query_norm[...], c.norm_epsilon, shard)
-            k = head_norm(k, self.key_norm[...], c.norm_epsilon, shard)
+            q, k = self.q_norm(q, shard), self.k_norm(k, shard)
         if c.positions == "rotary":
-            q = rotate(q, positions_BL, c.rope_theta)
-            k = rotate(k, positions_BL, c.rope_theta)
+            q = rotate(q, positions_BL, c.rope_theta, c.rope_scaling)
+            k = rotate(k, positions_BL, c.rope_theta, c.rope_scaling)
         kv_axes = ("batch", "length", "kv_heads", "head_dim")
         q = shard(q, ("batch", "length", "heads", "head_dim"))
         return q, shard(k, kv_axes), shard(v, kv_axes)
@@ -124,14 +130,6 @@ class Attention(nnx.Module):
         )
         out = attend_cached(q[:, 0], cache[0], cache[1], position)[:, None]
         return linear(out, self, "out", 2, shard), cache
-
-
-def head_norm(x_BLHK, scale_K, epsilon: float, shard: Sharder) -> jax.Array:
-    """Returns the RMSNorm of each head, computed in float32."""
-    x = x_BLHK.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
-    x = x * shard.weight(scale_K, ("norm",))[None, None, None]
-    return x.astype(x_BLHK.dtype)
 
 
 class MLP(nnx.Module):
@@ -153,6 +151,7 @@ class MLP(nnx.Module):
                 self.gate_bias = constant(c, 0.0, (F,), ("mlp",))
             self.up_bias = constant(c, 0.0, (F,), ("mlp",))
             self.down_bias = constant(c, 0.0, (D,), ("norm",))
+        adapt(self, c, rngs)
 
     def __call__(self, x_BLD: jax.Array, shard: Sharder) -> jax.Array:
         up = checkpoint_name(linear(x_BLD, self, "up", 1, shard), "hidden")

@@ -1,7 +1,7 @@
 """Matmul of activations with a weight that is sharded, gathered and cast by the rules.
 
 The weight is an attribute `name` of an NNX module and names its logical axes. If the
-module has an attribute `name_bias`, it is added.
+module has an attribute `name_bias`, it is added, and so is an adapter (adapters.py).
 """
 
 import math
@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from ..sharding import Sharder
+from .adapters import DOWN, UP
 
 
 def linear(
@@ -32,4 +33,8 @@ def linear(
     if bias is not None:
         b = shard.weight(bias[...], bias.get_metadata()["axes"], x.dtype)
         y = y + b.reshape((1,) * (y.ndim - b.ndim) + b.shape)
+    if hasattr(module, name + DOWN):
+        low = linear(x, module, name + DOWN, num_in, shard)
+        high = linear(low, module, name + UP, 1, shard)
+        y = y + module.config.adapters.scale * high  # type: ignore
     return y

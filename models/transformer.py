@@ -1,4 +1,4 @@
-"""A decoder-only transformer that covers GPT-2 and Llama 2 and 3.
+"""A decoder-only transformer that covers GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3.
 
 Shape letters: B batch, L length, D width, V vocabulary (padded).
 """
@@ -14,6 +14,7 @@ from flax import nnx
 
 from ..sharding import Sharder
 from . import nnx_pure
+from .adapters import Adapters
 from .attention import Implementation
 from .context import ContextAttention, arrange, notes
 from .context import choose as choose_form
@@ -23,6 +24,7 @@ from .layers import RESIDUAL, Block, Norm, weight
 from .lookup import lookup
 from .nnx_pure import Params
 from .remat import Remat, rematerialize
+from .rope_scaling import RopeScaling
 
 DType = Literal["float32", "bfloat16"]
 Norms = Literal["rms", "layer"]
@@ -59,7 +61,10 @@ class Config:
     Attributes:
       num_kv_heads: key-value heads shared by groups of query heads; default num_heads.
       head_dim: default d_model / num_heads.
-      qk_norm: normalize queries and keys by RMSNorm, each head alone, before positions.
+      rope_scaling: of rotary positions, for long sequences.
+      qkv_bias: biases of queries, keys and values alone; use_bias adds all.
+      qk_norm: normalize queries and keys of each head, before rotary positions.
+      adapters: low-rank adapters among the parameters; lora.Config trains them alone.
       pad_vocab_to: pad the vocabulary to a multiple of this, so that mesh axes divide
         it. Padded entries have no probability.
       logit_softcap: squeeze logits into (-cap, cap) with a tanh.
@@ -85,10 +90,13 @@ class Config:
     norm_epsilon: float = 1e-5
     positions: Positions = "rotary"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     mlp: Activation = "swiglu"
     use_bias: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False
     tied_head: bool = False
+    adapters: Adapters | None = None
     pad_vocab_to: int = 1
     logit_softcap: float | None = None
     z_loss: float = 0.0
@@ -140,6 +148,13 @@ class Config:
             raise ValueError(
                 f"rotary positions need an even head_dim, got {self.head_width}"
             )
+        if self.rope_scaling is not None and self.positions != "rotary":
+            raise ValueError(
+                f"rope_scaling has no effect on {self.positions} positions; set it to "
+                'None, or positions="rotary"'
+            )
+        if self.qk_norm and self.norm != "rms":
+            raise ValueError(f'qk_norm needs norm="rms", got norm={self.norm!r}')
 
     @property
     def kv_heads(self) -> int:

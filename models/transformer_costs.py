@@ -146,6 +146,14 @@ class _Arrays:
         return self._of_heads("qkv", (self.B, self.L, *self.grouped), axes)
 
     @property
+    def head_norms(self) -> Array:
+        """What the norms of queries and keys keep."""
+        G, per_group, K = self.grouped
+        name, shape = "norms of heads, float32", (self.B, self.L, G, per_group - 1, K)
+        axes = (*POSITIONS, "kv_heads", None, "head_dim")
+        return Array(name, shape, axes, FLOAT32, count=3)
+
+    @property
     def attended(self) -> Array:
         c = self.config
         shape = (self.B, self.L, c.num_heads, c.head_width)
@@ -266,6 +274,7 @@ def _kept(a: _Arrays, attention: _Attention) -> tuple[Array, ...]:
         replace(a.residual, name="norms, float32", count=6, itemsize=FLOAT32),
         replace(a.residual, name="normed", axes=WHOLE, count=2),
         a.qkv,
+        *((a.head_norms,) if a.config.qk_norm else ()),
         a.attended,
         *attention.kept,
         replace(a.half, name="hidden and activation", count=6),

@@ -20,6 +20,7 @@ from .commands import (
     drill,
     explain,
     generate,
+    huggingface,
     launch,
     ledger,
     plan,
@@ -37,7 +38,7 @@ from .record import failures
 # In the order of --help.
 COMMANDS = (
     *(train, tune, explain, config, data, plan, test, predict, generate, report),
-    *(ckpt, ledger, drill, certify, scale, doctor, launch, rounds, serve),
+    *(ckpt, huggingface, ledger, drill, certify, scale, doctor, launch, rounds, serve),
 )
 # What shells report for Ctrl-C, and for a pipe whose reader is gone.
 INTERRUPTED, PIPE_CLOSED = 130, 141

@@ -47,6 +47,9 @@ FLAGS = {
     "ckpt verify": {"RUN", "--step"},
     "ckpt diff": {"RUN", "OTHER", "--step", "--other-step"},
     "ckpt export": {"RUN", "--step", "--output", "--all"},
+    "import hf": {"PATH", "--output", "--dtype", "--mesh"},
+    "export hf": {"RUN", "--output", "--step", "--family", "--dtype", "--tokenizer"}
+    | {"--file-mib", "--base"},
     "ledger audit": {"RUN"},
     "drill": {"--learners", "--servers", "--copies", "--limit-seconds"}
     | {"--config", "--set", "--mesh", "--faults", "--list", "--processes"}

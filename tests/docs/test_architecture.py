@@ -20,6 +20,7 @@ MAY_IMPORT = {
 # The rooms of the trainer: each may only import those before it.
 TRAINER_ROOMS = (
     *("config", "data", "program", "record", "job", "checkpoint", "run"),
+    "hf",
     *("verify", "plan", "report", "doctor", "tune", "commands"),
 )
 # The rooms of the service, and what each may import of the others.

@@ -12,6 +12,7 @@ LAYERS, ROWS, LENGTH = 3, 6, 128
 GPT = dict(norm="layer", positions="learned", mlp="gelu", use_bias=True)
 LLAMA = dict(num_kv_heads=2)
 SPLASH = LLAMA | dict(attention="splash")
+QWEN = LLAMA | dict(qk_norm=True)
 POLICIES = ["none", "full", "save-dots", "save-named"]
 
 
@@ -49,7 +50,9 @@ def residuals(config: transformer.Config) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("remat", POLICIES)
-@pytest.mark.parametrize("settings", [GPT, LLAMA, LLAMA | {"num_kv_heads": 4}, SPLASH])
+@pytest.mark.parametrize(
+    "settings", [GPT, LLAMA, LLAMA | {"num_kv_heads": 4}, SPLASH, QWEN]
+)
 def test_a_block_keeps_what_jax_keeps(remat, settings):
     config = model(remat=remat, **settings)
     costs = config.costs(ROWS, LENGTH, platform="cpu")

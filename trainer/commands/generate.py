@@ -35,11 +35,8 @@ def _generate(args: argparse.Namespace) -> None:
     import jax
 
     from ...sharding import MeshSpec
-    from ..checkpoint import manager
     from ..config import files as config_files
-    from ..job.group import Group
     from ..program.computation import layout_of
-    from ..program.state import placed
     from ..record.run_folder import CONFIG_GIN
     from ..run import sampling, trained
     from ..run.train import Config
@@ -53,21 +50,18 @@ def _generate(args: argparse.Namespace) -> None:
     config = config_files.load([text], root=Config).config
     mesh = MeshSpec.parse(args.mesh).make(jax.local_devices())
     layout, _ = layout_of(config, mesh)
-    target = {"params": placed(layout.abstract.params, layout.params.shardings(mesh))}
-    if layout.variables.arrays:
-        shardings = layout.variables.shardings(mesh)
-        target["variables"] = placed(layout.abstract.variables, shardings)
-    parts = manager.restore_part(stored.folder, stored.step, target, Group())
+    state = trained.restore(stored, layout, mesh)
     print(
         sampling.sample(
             config,
             mesh,
-            parts["params"],
+            state.params,
             args.prompt,
             args.tokens,
-            variables=parts.get("variables"),
             temperature=args.temperature,
             top_k=args.top_k,
             seed=args.seed,
+            tokenizer=trained.tokenizer(args.run_folder),
+            variables=state.variables,
         )
     )

@@ -16,6 +16,9 @@ sums over the batch. They are accumulated over microbatches like all sums, and t
 calls `update_variables` with them once, so the variables do not depend on how the batch
 was split.
 
+A model with variables may have an attribute `base`, another model whose parameters they
+are. Its runs may then start from a checkpoint of that model (`init_from`).
+
 A model may have a method `predict(params, batch, shard)`, which `meshloom predict`
 calls, with the keyword argument `variables` if it names it. It returns a dict of arrays
 [B, ...], such as a class and its probability.

@@ -77,6 +77,11 @@ def check(
       ValueError: it computes something else, and `insist` is false.
     """
     done = latest_step(saved)
+    if done == 0:  # a run saves its first checkpoint after a step
+        raise ValueError(
+            f"{saved} holds weights without a run, as `meshloom import` writes them. "
+            f"Choose another --workdir, and start with them: init_from='{saved}'"
+        )
     free = (*free_fields(config), *_future_weights(config, folder, saved, done))
     changes = folder.check(config, free=free, insist=insist)
     if not changes:

@@ -122,7 +122,10 @@ class Run:
             key = jax.random.key(config.seed)
             return self.prepared.layout.create(key, self.prepared.mesh)
         source = init_from.find(config.init_from, self.prepared.program)
-        state, line = init_from.initialize(source, self.prepared.program, self.group)
+        program = self.prepared.program
+        state, line = init_from.initialize(
+            source, program, self.group, seed=config.seed
+        )
         self.console.print(line, markup=False)
         self.ledger.event("init", source=config.init_from)
         return state

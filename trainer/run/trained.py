@@ -14,6 +14,8 @@ from ...sharding.resolve import resolve_dimensions
 from ..checkpoint import init_from, manifest
 from ..checkpoint.inspect import Stored
 from ..checkpoint.manager import committed_steps
+from ..data import corpus_files
+from ..data.tokenizer import HuggingFaceTokenizer
 from ..job.group import Group
 from ..program.state import Layout, Model, State
 from ..record import published
@@ -51,6 +53,12 @@ def find(run: Path, step: str = NEWEST) -> Stored:
             f"{', '.join(map(str, steps))}. Pass one of these as --step, or omit it."
         )
     return Stored(folder.checkpoints, number)
+
+
+def tokenizer(run: Path) -> HuggingFaceTokenizer | None:
+    """Returns the tokenizer in the folder of an imported model; None without one."""
+    path = run / corpus_files.TOKENIZER
+    return HuggingFaceTokenizer(path) if path.is_file() else None
 
 
 def _newest(folder: Path, steps: list[int]) -> int:

@@ -1,0 +1,1 @@
+"""Models from and to Hugging Face. See docs/huggingface.md."""
