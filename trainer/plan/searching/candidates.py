@@ -115,7 +115,10 @@ def first_divided(
 def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
     """Returns the meshes with equal stages and no unused axis; pipe varies slowest."""
     model: Any = config.model
-    layers = model.num_layers if hasattr(model, "stack") else 1
+    layers, exchanges = 1, ()
+    if hasattr(model, "stack"):
+        layers = getattr(model, "num_stacked", None) or model.num_layers
+        exchanges = getattr(model.stack(), "exchanges", ())
     used = {
         axis
         for row in config.make_rules().rows
@@ -123,10 +126,18 @@ def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
         for candidate in row.candidates
         for axis in candidate
     } | {"data"}
+    own = {  # axes along which the model exchanges rows, such as those of experts
+        axis
+        for row in config.make_rules().rows
+        if row.name in exchanges
+        for candidate in row.candidates
+        for axis in candidate
+    }
+    searched = (*SEARCHED, *sorted(own - set(SEARCHED)))
     found = []
-    for sizes in _factors(target.num_devices, len(SEARCHED)):
-        by: dict[str, int] = dict(zip(SEARCHED, sizes, strict=True))
-        if layers % by["pipe"] or any(by[a] > 1 and a not in used for a in SEARCHED):
+    for sizes in _factors(target.num_devices, len(searched)):
+        by: dict[str, int] = dict(zip(searched, sizes, strict=True))
+        if layers % by["pipe"] or any(by[a] > 1 and a not in used for a in searched):
             continue
         found += [MeshSpec(**by, dcn=dcn) for dcn in _over_slices(by, target)]
     return found
