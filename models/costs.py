@@ -21,6 +21,9 @@ class Array:
         require.
       unfused: whether it is stored only because no kernel fuses the products around
         it, such as attention scores.
+      room: of an array that devices exchange along a logical axis, (the axis, its size,
+        a limit): each has room for what all of them could send, `limit` times as much
+        as there is at most.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Array:
     count: int = 1
     rows: bool = False
     unfused: bool = False
+    room: tuple[str, int, float] | None = None
 
     @property
     def bytes(self) -> int:
@@ -118,6 +122,8 @@ class Costs:
       head_block: tokens of a device whose logits exist at once; 0 for all.
       fused: whether attention is one kernel.
       exchanges: between devices that share the positions of a sequence.
+      exchanged: arrays that each block sends by all-to-all along `exchanged_along`, as
+        often as their count; `exchanged_share` is the share of blocks that do.
     """
 
     products: tuple[Product, ...]
@@ -136,6 +142,9 @@ class Costs:
     fused: bool = False
     head_block: int = 0
     exchanges: tuple[Exchange, ...] = ()
+    exchanged: tuple[Array, ...] = ()
+    exchanged_along: tuple[str, int] = ("", 1)
+    exchanged_share: float = 1.0
 
     @property
     def is_tied(self) -> bool:

@@ -6,7 +6,7 @@ F hidden width.
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -167,11 +167,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm attention and MLP on a residual stream."""
 
-    def __init__(self, config: "Config", rngs: nnx.Rngs, make_mlp=MLP):
+    def __init__(self, config: "Config", rngs: nnx.Rngs, make_mlp: Any = MLP):
         self.attention_norm = Norm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = Norm(config, rngs)
-        self.mlp = make_mlp(config, rngs)
+        self.mlp: Any = make_mlp(config, rngs)
 
     def __call__(
         self,

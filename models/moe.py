@@ -112,8 +112,13 @@ class Config(transformer.Config):
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts. The stack has as many entries, of `moe_every` layers."""
+        """Layers with experts."""
         return (self.num_layers - self.first_dense) // self.moe_every
+
+    @property
+    def num_stacked(self) -> int:
+        """Entries of the stack, which a pipeline divides among its stages."""
+        return self.num_moe_layers
 
     def capacity(self, length: int) -> int:
         """Returns how many tokens of an example an expert takes."""
@@ -218,6 +223,15 @@ class Config(transformer.Config):
         dense = self.d_model * matrices * self.d_ff
         more = self.num_moe_layers * (experts - dense)
         return super().model_flops(batch) + 6.0 * num_examples * length * more
+
+    def costs(self, rows: int, length: int, *, platform: str = "tpu"):
+        """Returns the costs of a step on `rows` examples, for `meshloom plan`."""
+        from .attention import choose
+        from .moe_costs import costs
+
+        size = 2 if self.compute_dtype == "bfloat16" else 4
+        kernel = choose(self.attention, platform, size, length, self.head_width)
+        return costs(self, rows, length, kernel, platform)
 
     @property
     def make(self):

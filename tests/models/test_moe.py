@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshloom.models import experts, moe, routing
-from meshloom.models.moe_layers import STATISTICS
+from meshloom.models import experts, moe, nnx_pure, routing
+from meshloom.models.moe_layers import STATISTICS, Experts
 from meshloom.sharding import MeshSpec, Sharder, parse_plan
 
 T, D, E, K, WAYS = 12, 4, 8, 2, 4
@@ -190,6 +190,26 @@ def test_a_large_capacity_is_dropless():
     ]
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(compare, *grads)
+
+
+@pytest.mark.parametrize("capacity", [None, 4.0])
+def test_a_layer_is_the_weighted_sum_of_its_experts(capacity):
+    """Against every expert applied to every token, and the weights of the chosen."""
+    config = dataclasses.replace(TINY, capacity_factor=capacity)
+    make = functools.partial(Experts, config)
+    params = nnx_pure.init(make, jax.random.key(0))
+    params = jax.tree.map(lambda w: 30 * w, params)
+    x = jax.random.normal(jax.random.key(1), (2, 8, config.d_model))
+    y, *_ = nnx_pure.bind(make, params)(x, jnp.ones((2, 8)), Sharder())
+    gate = jnp.einsum("BLD,EDF->BLEF", x, params["gate"])
+    up = jnp.einsum("BLD,EDF->BLEF", x, params["up"])
+    each = jnp.einsum("BLEF,EFD->BLED", jax.nn.silu(gate) * up, params["down"])
+    scores = jax.nn.softmax(x @ params["router"])
+    least = jnp.sort(scores)[..., -config.experts_per_token, None]
+    chosen = jnp.where(scores >= least, scores, 0)
+    weights = chosen / chosen.sum(-1, keepdims=True)
+    expected = jnp.einsum("BLED,BLE->BLD", each, weights)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
 DEEP = dict(num_layers=5, first_dense=1, moe_every=2, num_shared_experts=1)

@@ -62,14 +62,20 @@ MODELS = {
     "deep": dataclasses.replace(MODEL, **DEEP),
     "bias": dataclasses.replace(MODEL, balance_loss=0.0, bias_rate=0.01),
 }
-# model: meshes and numbers of microbatches
+
+
+def slow(*layout):
+    return pytest.param(layout, marks=pytest.mark.slow)
+
+
+# model, mesh and number of microbatches
 LAYOUTS = [
     ("dropless", "expert=4", 1),
     ("dropless", "expert=2,fsdp=2,tensor=2", 1),
     ("dropless", "expert=2,pipe=2", 4),
-    ("capacity", "expert=2,fsdp=2,tensor=2", 1),
-    ("deep", "expert=2,pipe=2,tensor=2", 2),
-    ("bias", "expert=2,fsdp=2", 2),
+    slow("capacity", "expert=2,fsdp=2,tensor=2", 1),
+    slow("deep", "expert=2,pipe=2,tensor=2", 2),
+    slow("bias", "expert=2,fsdp=2", 2),
 ]
 
 

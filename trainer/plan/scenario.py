@@ -215,7 +215,7 @@ def _make_case(config: "Config", target: Target) -> Case:
         config.pipeline,
         batch_size=config.batch_size,
         num_microbatches=config.num_microbatches,
-        num_layers=getattr(model, "num_layers", None),
+        num_layers=getattr(model, "num_stacked", getattr(model, "num_layers", None)),
         advise=False,
     )
     num = pipeline.schedule.num_microbatches if pipeline else config.num_microbatches

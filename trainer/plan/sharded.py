@@ -34,6 +34,11 @@ class Weight(NamedTuple):
         return self.whole.bytes_per_device // self.whole.itemsize
 
     @property
+    def used(self) -> tuple[str, ...]:
+        """The mesh axes that shard it in computation too."""
+        return tuple(a for d in self.whole.dimensions for a in d.mesh_axes)
+
+    @property
     def gathered(self) -> tuple[str, ...]:
         """The mesh axes over which it is gathered to compute with it."""
         return _only_in(self.stored, self.whole)
@@ -95,8 +100,17 @@ class Sharded:
             shape = self.local_shape(array.shape, axes)
             if array.rows and self.tiled:
                 shape[-1] = math.ceil(shape[-1] / LANES) * LANES
-            self._bytes[array] = array.count * self.stored(shape, array.itemsize)
+            size = array.count * self.stored(shape, array.itemsize)
+            self._bytes[array] = round(size * self._room(array))
         return self._bytes[array]
+
+    def _room(self, array: Any) -> float:
+        """Returns how many times an array its buffer has room for."""
+        if array.room is None:
+            return 1
+        name, size, limit = array.room
+        (axes,) = self.mesh_axes((name,), (size,))
+        return min(limit, math.prod(self.sizes[axis] for axis in axes))
 
     def resident(self, tree: str, itemsize: int | None = None) -> dict[str, int]:
         """Returns bytes on a device of each array, in its own dtype or another."""

@@ -13,6 +13,7 @@ group holds together.
   sums       a product over a sharded dimension gives partial sums: one all-reduce of
              the residual stream forward, one backward
   exchanges  where devices share the positions of a sequence, what attention sends
+  experts    a block with experts sends its tokens to them and the results back
   pipeline   every tick sends one activation each way; table and head are shared by
              all-to-alls; weights are gathered, and gradients summed in float32, once a
              step
@@ -27,7 +28,7 @@ from typing import Any
 
 from .links import PERMUTE
 from .scenario import Case, axes_of
-from .sharded import FLOAT32
+from .sharded import FLOAT32, Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,20 +102,21 @@ def _gradients(case: Case) -> Iterator[Transfer]:
         if is_product:
             in_loop = path == case.costs.head.weight and case.head_blocks > 1
             yield _scatter(case, weight.scattered, size, is_product=not in_loop)
-        yield _rest(case, weight.scattered, size)
+        yield _rest(case, weight, size)
     if not case.costs.table:
         return
     # The gradient of look-ups is summed where their tables live; it moves once for all.
     table = case.sharded.weights[case.costs.table]
     if case.costs.is_tied:  # its gradient as a head was summed above
-        yield _rest(case, table.scattered, each * table.elements * FLOAT32)
+        yield _rest(case, table, each * table.elements * FLOAT32)
     moved = each * case.bytes(case.costs.residual)
     yield Transfer("all-to-all", table.scattered, moved, "gradients")
 
 
-def _rest(case: Case, axes: tuple[str, ...], size: int) -> Transfer:
+def _rest(case: Case, weight: Weight, size: int) -> Transfer:
     """Returns the sum of a scattered gradient over the other axes of the batch."""
-    rest = tuple(axis for axis in case.token_axes if axis not in axes)
+    axes = weight.scattered
+    rest = tuple(a for a in case.token_axes if a not in (*axes, *weight.used))
     share = math.prod(case.sizes[axis] for axis in axes)
     return Transfer("all-reduce", rest, size // share, "gradients")
 
@@ -191,6 +193,19 @@ def _summed(axes: tuple[str, ...], size: int, streams: set[str]) -> Iterator[Tra
         yield Transfer("all-reduce", axes, size, "sums")
 
 
+def _exchanges(case: Case) -> Iterator[Transfer]:
+    """Yields what blocks exchange along an axis of their own, such as experts."""
+    costs, times = case.costs, case.ticks
+    name, size = costs.exchanged_along
+    if not costs.exchanged:
+        return
+    axes = case.mesh_axes((name,), (size,))
+    layers = case.chunk_layers * times.forwards * costs.exchanged_share
+    for array in costs.exchanged:
+        moved = round(layers * case.bytes(array))
+        yield Transfer("all-to-all", axes, moved, array.name)
+
+
 def _pipeline(case: Case) -> Iterator[Transfer]:
     assert case.pipeline is not None
     times, residual = case.ticks, case.bytes(case.costs.residual)
@@ -217,7 +232,7 @@ def _pipeline(case: Case) -> Iterator[Transfer]:
                 yield Transfer(kind, (axis,), round(times_run * size), "weights")
                 size //= case.sizes[axis]
             if kind == "reduce-scatter":
-                rest = [a for a in batch if a not in axes]
+                rest = [a for a in batch if a not in (*axes, *weight.used)]
                 rest += [] if case.is_block(path) or "pipe" in axes else ["pipe"]
                 yield Transfer("all-reduce", tuple(rest), size, "gradients")
 

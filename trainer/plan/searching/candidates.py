@@ -135,7 +135,10 @@ def first_divided(
 def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
     """Returns the meshes with equal stages and no unused axis; pipe varies slowest."""
     model: Any = config.model
-    layers = model.num_layers if hasattr(model, "stack") else 1
+    layers, exchanges = 1, ()
+    if hasattr(model, "stack"):
+        layers = getattr(model, "num_stacked", None) or model.num_layers
+        exchanges = getattr(model.stack(), "exchanges", ())
     used = {
         axis
         for row in config.make_rules().rows
@@ -143,8 +146,16 @@ def all_meshes(config: "Config", target: Target) -> list[MeshSpec]:
         for candidate in row.candidates
         for axis in candidate
     } | {"data"}
+    own = {  # axes along which the model exchanges rows, such as those of experts
+        axis
+        for row in config.make_rules().rows
+        if row.name in exchanges
+        for candidate in row.candidates
+        for axis in candidate
+    }
     found, length = [], length_of(config)
-    searched = (*SEARCHED, "context") if length >= LONG else SEARCHED
+    long = ("context",) if length >= LONG else ()
+    searched = (*SEARCHED, *sorted({*own, *long} - {*SEARCHED}))
     for sizes in _factors(target.num_devices, len(searched)):
         by: dict[str, int] = dict(zip(searched, sizes, strict=True))
         if layers % by["pipe"] or any(by[a] > 1 and a not in used for a in searched):
