@@ -167,3 +167,9 @@ def _ulysses(form: Form, whole, q_BNHK, k_BNGK, v_BNGK, segments_BN=None) -> jax
         arrays.append(lax.all_gather(segments_BN, form.axes, axis=1, tiled=True))
     out = whole(*arrays)
     return lax.all_to_all(out, form.axes, split_axis=1, concat_axis=2, tiled=True)
+
+
+def with_positions(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the batch with positions, counted from 0 if it has none."""
+    shape = batch["inputs"].shape
+    return {"positions": jax.lax.broadcasted_iota(jnp.int32, shape, 1)} | batch

@@ -15,12 +15,13 @@ from flax import nnx
 
 from ..sharding import Sharder
 from . import nnx_pure, transformer
+from .context import with_positions
 from .layers import Block
 from .moe_layers import STATISTICS, ExpertBlock, Period, RouterBias, Sums
 from .nnx_pure import Params
 from .remat import rematerialize
 from .routing import Scores
-from .transformer import Transformer, with_positions
+from .transformer import Transformer
 
 # Methods that a model has for the trainer if it has variables, and how they are called
 # here.

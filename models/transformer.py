@@ -16,7 +16,7 @@ from ..sharding import Sharder
 from . import nnx_pure
 from .adapters import Adapters
 from .attention import Implementation
-from .context import ContextAttention, arrange, notes
+from .context import ContextAttention, arrange, notes, with_positions
 from .context import choose as choose_form
 from .cross_entropy import cross_entropy
 from .head import STREAM, Head
@@ -396,9 +396,3 @@ class Transformer(nnx.Module):
         loss, z = head.sums(x_BLD, w, batch)
         weight = jnp.sum(batch["weights"].astype(jnp.float32))
         return loss, weight, {"penalty": z} if self.config.z_loss else {}
-
-
-def with_positions(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the batch with positions, counted from 0 if it has none."""
-    shape = batch["inputs"].shape
-    return {"positions": jax.lax.broadcasted_iota(jnp.int32, shape, 1)} | batch

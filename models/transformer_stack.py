@@ -7,11 +7,11 @@ import jax
 
 from ..sharding import Sharder
 from . import nnx_pure
-from .context import arrange
+from .context import arrange, with_positions
 from .layers import RESIDUAL
 from .nnx_pure import Params
 from .remat import rematerialize
-from .transformer import Config, with_positions
+from .transformer import Config
 
 Batch = dict[str, jax.Array]
 

@@ -27,12 +27,12 @@ class Config:
     """Predicts which items a user chooses; implements the trainer's model interface.
 
     Batches have `user` [B], the `item` [B] that this user chose, `weights` [B],
-    `context` [B, D] if there are such numbers, which the tower of users takes too, and
-    perhaps `log_share` [B], the logarithm of the item's share of all choices. The loss
-    is a cross-entropy over candidates.
+    `situation` [B, D] if there are such numbers, which the tower of users takes too,
+    and perhaps `log_share` [B], the logarithm of the item's share of all choices. The
+    loss is a cross-entropy over candidates.
 
     Attributes:
-      num_context: how many numbers describe the situation of a choice.
+      num_situation: how many numbers describe the situation of a choice.
       width: of the rows of both tables, and of the vectors.
       hidden: hidden layers of each tower.
       candidates: of training. "batch": the items of the batch, so that the gradient
@@ -47,7 +47,7 @@ class Config:
     num_users: int
     num_items: int
     width: int
-    num_context: int = 0
+    num_situation: int = 0
     hidden: tuple[int, ...] = (64,)
     candidates: Literal["batch", "all"] = "batch"
     recall_at: int = 10
@@ -56,8 +56,8 @@ class Config:
     def __post_init__(self):
         check_counts(self, "num_users", "num_items", "width", "hidden")
         check_counts(self, "recall_at", "pad_rows_to")
-        if self.num_context < 0:
-            raise ValueError(f"num_context must be >= 0, got {self.num_context}")
+        if self.num_situation < 0:
+            raise ValueError(f"num_situation must be >= 0, got {self.num_situation}")
         if self.candidates not in ("batch", "all"):
             raise ValueError(
                 f"candidates must be 'batch' or 'all', got {self.candidates!r}"
@@ -79,7 +79,7 @@ class Config:
 
     @property
     def user_widths(self) -> tuple[int, ...]:
-        return (self.width + self.num_context, *self.widths[1:])
+        return (self.width + self.num_situation, *self.widths[1:])
 
     @property
     def make(self):
@@ -94,7 +94,7 @@ class Config:
 
     def batch_axes(self) -> dict[str, tuple[str | None, ...]]:
         names = ("user", "item", "log_share", "weights")
-        return {**dict.fromkeys(names, ("batch",)), "context": ("batch", None)}
+        return {**dict.fromkeys(names, ("batch",)), "situation": ("batch", None)}
 
     def check_batch(self, batch: dict[str, Any], facts: dict[str, Any]) -> None:
         """Raises ValueError if the data does not fit, before anything is compiled."""
@@ -104,11 +104,11 @@ class Config:
                     f"the model needs an array {name!r}, but the batch has only "
                     f"{', '.join(batch)}"
                 )
-        found = batch["context"].shape[1:] if "context" in batch else (0,)
-        if found != (self.num_context,):
+        found = batch["situation"].shape[1:] if "situation" in batch else (0,)
+        if found != (self.num_situation,):
             raise ValueError(
-                f"the data's 'context' has shape {found} for each example, but the "
-                f"model's num_context is {self.num_context}. Set it to the data's."
+                f"the data's 'situation' has shape {found} for each example, but the "
+                f"model's num_situation is {self.num_situation}. Set it to the data's."
             )
         check_ids(self, facts)
 
@@ -162,8 +162,8 @@ class TwoTowers(nnx.Module):
 
     def user_vectors(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:
         x_BK = self.users(batch["user"], shard)
-        if self.config.num_context:
-            x_BK = jnp.concatenate([x_BK, batch["context"]], axis=1)
+        if self.config.num_situation:
+            x_BK = jnp.concatenate([x_BK, batch["situation"]], axis=1)
         return self.user_tower(x_BK, shard)
 
     def among_batch(self, batch: dict[str, jax.Array], shard: Sharder) -> jax.Array:

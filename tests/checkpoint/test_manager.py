@@ -15,10 +15,11 @@ from meshloom.trainer.checkpoint.manager import (
     Checkpoints,
     committed_steps,
     latest_step,
-    restore_params,
+    restore_part,
 )
+from meshloom.trainer.job.group import Group
 from meshloom.trainer.program.optimizers import Adafactor, AdamW, Muon
-from meshloom.trainer.program.state import State, make_layout
+from meshloom.trainer.program.state import State, make_layout, placed
 
 RULES = parse_plan("data+fsdp+tensor")
 
@@ -133,9 +134,8 @@ def test_parameters_alone(saved):
     folder, state = saved
     mesh = make_mesh(tensor=4)
     layout = plan(mesh)
-    params = restore_params(
-        folder, 3, layout.abstract.params, layout.params.shardings(mesh)
-    )
+    target = placed(layout.abstract.params, layout.params.shardings(mesh))
+    params = restore_part(folder, 3, {"params": target}, Group())["params"]
     assert_equal(params, state.params)
     assert params["table"].sharding == layout.params.shardings(mesh)["table"]
     assert params["table"].sharding.shard_shape((16, 8)) == (4, 8)

@@ -72,7 +72,7 @@ def test_a_split_is_always_the_same_and_no_other(source):
 def test_choices_follow_likings_and_popularity():
     data = CHOICES.open("eval")
     found, facts = arrays(data), data.describe()
-    weights = CHOICES.weights(found["user"], found["context"])
+    weights = CHOICES.weights(found["user"], found["situation"])
     weights /= weights.sum(1, keepdims=True)
     np.testing.assert_allclose(
         np.bincount(found["item"], minlength=40) / 2000, weights.mean(0), atol=0.03

@@ -23,7 +23,7 @@ CHOICES = two_towers.Config(
     num_users=6,
     num_items=5,
     width=3,
-    num_context=2,
+    num_situation=2,
     hidden=(4,),
     recall_at=2,
     pad_rows_to=4,
@@ -67,14 +67,14 @@ def test_the_loss_of_dlrm_is_that_of_the_equations():
 def scores(params):
     """Returns [B, items]: the scores of all items for the batch, in float64."""
     rows = params["users"]["embedding"][BATCH["user"]]
-    users = layers(params["user_tower"], np.hstack([rows, BATCH["context"]]) + 0.0)
+    users = layers(params["user_tower"], np.hstack([rows, BATCH["situation"]]) + 0.0)
     items = layers(params["item_tower"], params["items"]["embedding"][:5] + 0.0)
     return users.astype(np.float64) @ items.T.astype(np.float64)
 
 
 BATCH = {
     "user": np.array([3, 5, 0, 3], np.int32),
-    "context": DRAW.normal(size=(4, 2)).astype(np.float32),
+    "situation": DRAW.normal(size=(4, 2)).astype(np.float32),
     "item": np.array([1, 4, 1, 2], np.int32),
     "log_share": np.log([0.4, 0.1, 0.4, 0.2]).astype(np.float32),
     "weights": np.array([1, 1, 1, 0], np.float32),  # the last one is padding
@@ -113,7 +113,7 @@ def test_the_best_items_are_found_in_a_sharded_table():
     for shard in (Sharder(), Sharder(mesh, rules)):
         predict = functools.partial(CHOICES.predict, shard=shard)
         found = jax.jit(predict)(
-            params, {"user": BATCH["user"], "context": BATCH["context"]}
+            params, {"user": BATCH["user"], "situation": BATCH["situation"]}
         )
         np.testing.assert_array_equal(found["items"], expected)
 
@@ -194,7 +194,7 @@ def test_settings_that_cannot_work_are_refused(model, changes, message):
     "model, changes, facts, message",
     [
         (CHOICES, {"item": None}, {}, "needs an array 'item'"),
-        (CHOICES, {"context": None}, {}, r"'context' has shape \(0,\).*num_context is"),
+        (CHOICES, {"situation": None}, {}, r"'situation' has shape \(0,\)"),
         (CHOICES, {}, {"num_items": 7}, "Raise num_items to 7"),
         (CLICKS, {"label": None}, {}, "needs an array 'label'"),
         (CLICKS, {"ids": (4, 3)}, {}, r"'ids' has shape \(3,\).*expects \(2,\)"),
@@ -202,7 +202,7 @@ def test_settings_that_cannot_work_are_refused(model, changes, message):
     ],
 )
 def test_data_that_does_not_fit_is_refused(model, changes, facts, message):
-    shapes = {"user": (4,), "item": (4,), "context": (4, 2)}
+    shapes = {"user": (4,), "item": (4,), "situation": (4, 2)}
     if model is CLICKS:
         shapes = {"dense": (4, 2), "ids": (4, 2), "label": (4,)}
     shapes |= changes

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from ..job.group import Group
-from ..program.state import Layout, State, placed
+from ..program.state import Layout, State
 from ..record.failures import CorruptCheckpoint, Unreadable
 from ..record.save_errors import GONE, SaveFailed, save_failed
 from ..record.storage import location
@@ -333,18 +333,6 @@ def _is_committed(path: epath.Path) -> bool:
         return False
     except (CorruptCheckpoint, Unreadable):
         return True
-
-
-def restore_params(
-    folder: epath.PathLike, step: int, params: Any, shardings: Any
-) -> Any:
-    """Restores the parameters without the optimizer state, in this process alone.
-
-    Args:
-      params: the parameters as ShapeDtypeStructs.
-    """
-    target = {"params": placed(params, shardings)}
-    return restore_part(folder, step, target, Group())["params"]
 
 
 def restore_part(

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from ...sharding import MeshSpec
     from ..verify import fleet_drill, fleet_soak
     from ..verify.fleet_faults import FAULTS, KILLS
-    from ..verify.fleet_job import FleetSpec
+    from ..verify.fleet_spec import FleetSpec
 
     if args.list:
         print("\n".join(FAULTS))

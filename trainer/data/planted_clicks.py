@@ -73,7 +73,7 @@ class Population:
 class PlantedChoices(Population):
     """Each example is the item that a user chose among all, in some situation.
 
-    `context` are numbers that describe the situation, which changes what a user likes.
+    `situation` are numbers that describe it, which changes what a user likes.
     `popularity_recall_at_10` is how often the item is one of the ten that are chosen
     most, `best_recall_at_10` how often one of the ten that were likeliest.
     """
@@ -81,11 +81,11 @@ class PlantedChoices(Population):
     def open(self, split: Split) -> Arrays:
         check_split(self, split)
         users, at = self.users(split), share(self.draws(split, 1))
-        context = self.context(split)
+        situation = self.situation(split)
         items, hits = [], 0
         for start in range(0, len(users), CHUNK):
             part = slice(start, start + CHUNK)
-            weights = self.weights(users[part], context[part])
+            weights = self.weights(users[part], situation[part])
             ends = np.cumsum(weights, axis=1)
             found = (ends < at[part, None] * ends[:, -1:]).sum(axis=1)
             best = np.argsort(-weights, axis=1)[:, :10]
@@ -103,27 +103,27 @@ class PlantedChoices(Population):
             "best_recall_at_10": hits / len(item),
         }
         log_share = np.log(shares[item]).astype(np.float32)
-        arrays = {"user": users, "context": context, "item": item}
+        arrays = {"user": users, "situation": situation, "item": item}
         return Arrays({**arrays, "log_share": log_share}, about, unit="choices")
 
-    def context(self, split: Split) -> np.ndarray:
+    def situation(self, split: Split) -> np.ndarray:
         """Returns [examples, width] numbers, as large as the factors of users."""
         words = np.stack([self.draws(split, 4 + i) for i in range(self.width)], axis=1)
         scale = np.sqrt(3) / self.width**0.25
         return (scale * symmetric(words)).astype(np.float32)
 
-    def weights(self, users: np.ndarray, context: np.ndarray) -> np.ndarray:
+    def weights(self, users: np.ndarray, situation: np.ndarray) -> np.ndarray:
         """Returns [examples, items]: how likely each item is, up to a factor."""
         user = factors(self.seed, 0, users, self.width)
         item = factors(self.seed, 1, np.arange(self.num_items), self.width)
-        likings = (0.8 * user + 0.6 * context) @ item.T
+        likings = (0.8 * user + 0.6 * situation) @ item.T
         return self.popularity() * np.exp(self.taste * likings.astype(np.float64))
 
     def shares(self) -> np.ndarray:
         """Returns the share of each item in the choices of all users."""
-        context = self.context("train")[: self.num_users]
-        users = np.arange(len(context))
-        weights = self.weights(users, context)
+        situation = self.situation("train")[: self.num_users]
+        users = np.arange(len(situation))
+        weights = self.weights(users, situation)
         return (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
 
 

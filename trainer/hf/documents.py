@@ -13,7 +13,7 @@ Document = Mapping[str, Any]
 # which only training uses.
 OWN = (
     *("pad_vocab_to", "z_loss", "remat", "unroll", "attention"),
-    *("param_dtype", "compute_dtype"),
+    *("head_block", "context_attention", "param_dtype", "compute_dtype"),
 )
 
 

@@ -40,7 +40,7 @@ class Transfer:
 
 
 def traffic(case: Case) -> tuple[Transfer, ...]:
-    parts = [_sums(case), _exchanges(case)]
+    parts = [_sums(case), _exchanges(case), _to_experts(case)]
     parts += [_pipeline(case)] if case.pipeline else [_weights(case), _gradients(case)]
     found = sum_by(
         ((t.kind, tuple(a for a in case.sizes if a in t.axes), t.what), t.bytes)
@@ -193,7 +193,7 @@ def _summed(axes: tuple[str, ...], size: int, streams: set[str]) -> Iterator[Tra
         yield Transfer("all-reduce", axes, size, "sums")
 
 
-def _exchanges(case: Case) -> Iterator[Transfer]:
+def _to_experts(case: Case) -> Iterator[Transfer]:
     """Yields what blocks exchange along an axis of their own, such as experts."""
     costs, times = case.costs, case.ticks
     name, size = costs.exchanged_along

@@ -22,13 +22,12 @@ from .drill_job import Failed
 from .fleet_faults import FAULTS, SETTINGS
 from .fleet_job import (
     ABANDONED,
-    PROGRAM,
     Ended,
     Fleet,
-    FleetSpec,
     environment,
     running,
 )
+from .fleet_spec import PROGRAM, FleetSpec
 from .training_audit import TrainingAudit, audit_training
 
 Log = Callable[[str], None]

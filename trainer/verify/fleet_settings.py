@@ -8,7 +8,8 @@ from pathlib import Path
 
 from . import cut_network
 from .etcd_cluster import binary, etcd_cluster
-from .fleet_job import Fleet, FleetSpec, running
+from .fleet_job import Fleet, running
+from .fleet_spec import FleetSpec
 from .fleet_wire import wire
 from .small_disk import small_disk
 from .storage_faults import can_mount
