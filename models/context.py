@@ -173,3 +173,9 @@ def with_positions(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the batch with positions, counted from 0 if it has none."""
     shape = batch["inputs"].shape
     return {"positions": jax.lax.broadcasted_iota(jnp.int32, shape, 1)} | batch
+
+
+def in_order(shard: Sharder) -> Sharder:
+    """Returns a Sharder for positions in their own order, which are not sharded."""
+    rules = shard.rules.without("length", "residual_length")
+    return dataclasses.replace(shard, rules=rules)

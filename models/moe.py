@@ -15,7 +15,7 @@ from flax import nnx
 
 from ..sharding import Sharder
 from . import nnx_pure, transformer
-from .context import with_positions
+from .context import arrange, in_order, with_positions
 from .layers import Block
 from .moe_layers import STATISTICS, ExpertBlock, Period, RouterBias, Sums
 from .nnx_pure import Params
@@ -152,6 +152,7 @@ class Config(transformer.Config):
         return self._loss_with_bias if self.bias_rate else self._loss
 
     def _loss(self, params: Params, batch: dict[str, jax.Array], shard: Sharder):
+        batch = arrange(self, with_positions(batch), shard)
         return nnx_pure.bind(self.make, params).sums(batch, shard)[0]
 
     def _loss_with_bias(
@@ -162,6 +163,7 @@ class Config(transformer.Config):
         *,
         variables: Params,
     ):
+        batch = arrange(self, with_positions(batch), shard)
         sums, counts_NE = nnx_pure.bind(self.make, params, variables).sums(batch, shard)
         return *sums, counts_NE
 
@@ -173,6 +175,7 @@ class Config(transformer.Config):
         variables: Params | None = None,
     ) -> dict[str, jax.Array]:
         """Returns each row's mean loss, and its share of tokens predicted right."""
+        batch = arrange(self, with_positions(batch), shard)
         return nnx_pure.bind(self.make, params, variables).predict(batch, shard)
 
     def logits(  # type: ignore
@@ -182,7 +185,7 @@ class Config(transformer.Config):
         shard: Sharder,
         variables: Params | None = None,
     ) -> jax.Array:
-        model = nnx_pure.bind(self.make, params, variables)
+        model, shard = nnx_pure.bind(self.make, params, variables), in_order(shard)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
 
     def generate(

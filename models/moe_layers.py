@@ -172,11 +172,11 @@ class _Device:
             routing.entropy(routed.shares_BLE),
             lost_BL,
             jnp.ones_like(weights_BL),
+            jnp.ones_like(weights_BL) * self._device_imbalance(received),
         )
         sums = [counts_BE, shares_BE, *(jnp.sum(x * weights_BL, 1) for x in each_BL)]
         sums = [leave(x, self.lengths, self.shard) for x in sums]
-        counts_BE, shares_BE, z_B, entropy_B, lost_B, tokens_B = sums
-        devices_B = tokens_B * self._device_imbalance(received)
+        counts_BE, shares_BE, z_B, entropy_B, lost_B, tokens_B, devices_B = sums
         statistics = (
             routing.balance(counts_BE, shares_BE, tokens_B),
             z_B,

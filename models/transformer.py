@@ -16,7 +16,7 @@ from ..sharding import Sharder
 from . import nnx_pure
 from .adapters import Adapters
 from .attention import Implementation
-from .context import ContextAttention, arrange, notes, with_positions
+from .context import ContextAttention, arrange, in_order, notes, with_positions
 from .context import choose as choose_form
 from .cross_entropy import cross_entropy
 from .head import STREAM, Head
@@ -229,10 +229,7 @@ class Config:
         return TransformerStack(self)
 
     def logits(self, params: Params, tokens_BL: jax.Array, shard: Sharder) -> jax.Array:
-        model = nnx_pure.bind(self.make, params)
-        # In their own order, so not sharded by position.
-        rules = shard.rules.without("length", "residual_length")
-        shard = dataclasses.replace(shard, rules=rules)
+        model, shard = nnx_pure.bind(self.make, params), in_order(shard)
         return model.head_logits(model.hidden({"inputs": tokens_BL}, shard), shard)
 
     def notes(self, batch: dict[str, Any], shard: Sharder) -> list[str]:

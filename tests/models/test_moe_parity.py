@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import short_runs
+from packed_rows import Packed
 
 from meshloom.models import moe
 from meshloom.sharding.audit import audit
@@ -61,7 +62,9 @@ MODELS = {
     "capacity": dataclasses.replace(MODEL, capacity_factor=1.0),
     "deep": dataclasses.replace(MODEL, **DEEP),
     "bias": dataclasses.replace(MODEL, balance_loss=0.0, bias_rate=0.01),
+    "packed": dataclasses.replace(MODEL, context_attention="ring"),
 }
+DATA = {"packed": Packed(vocab_size=64, length=LENGTH, num_examples=512)}
 
 
 def slow(*layout):
@@ -73,6 +76,7 @@ LAYOUTS = [
     ("dropless", "expert=4", 1),
     ("dropless", "expert=2,fsdp=2,tensor=2", 1),
     ("dropless", "expert=2,pipe=2", 4),
+    ("packed", "expert=2,context=2", 1),
     slow("capacity", "expert=2,fsdp=2,tensor=2", 1),
     slow("deep", "expert=2,pipe=2,tensor=2", 2),
     slow("bias", "expert=2,fsdp=2", 2),
@@ -80,7 +84,8 @@ LAYOUTS = [
 
 
 def prepare(name: str, mesh: str, num_microbatches: int):
-    config = dataclasses.replace(CONFIG, model=MODELS[name])
+    rows = DATA.get(name, CONFIG.data)
+    config = dataclasses.replace(CONFIG, model=MODELS[name], data=rows)
     return short_runs.prepare(config, mesh, num_microbatches=num_microbatches)
 
 
@@ -127,7 +132,7 @@ def check_traffic(name: str, prepared, found) -> None:
     if num is not None or name == "bias":
         return  # how often, depends on the ticks and microbatches
     ways, config = sizes["expert"], prepared.config.model
-    tokens = BATCH // (ways * sizes["fsdp"]) * LENGTH
+    tokens = BATCH // (ways * sizes["fsdp"]) * LENGTH // sizes["context"]
     if name == "capacity":
         rows = BATCH // (ways * sizes["fsdp"]) * EXPERTS * config.capacity(LENGTH)
     else:
