@@ -228,14 +228,19 @@ class Config(transformer.Config):
         more = self.num_moe_layers * (experts - dense)
         return super().model_flops(batch) + 6.0 * num_examples * length * more
 
-    def costs(self, rows: int, length: int, *, platform: str = "tpu"):
+    def costs(
+        self,
+        rows: int,
+        length: int,
+        *,
+        platform: str = "tpu",
+        shard: Sharder = Sharder(),  # noqa: B008
+    ):
         """Returns the costs of a step on `rows` examples, for `meshloom plan`."""
-        from .attention import choose
         from .moe_costs import costs
 
-        size = 2 if self.compute_dtype == "bfloat16" else 4
-        kernel = choose(self.attention, platform, size, length, self.head_width)
-        return costs(self, rows, length, kernel, platform)
+        dense = super().costs(rows, length, platform=platform, shard=shard)
+        return costs(self, dense, rows, length, platform)
 
     @property
     def make(self):

@@ -11,10 +11,9 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import transformer_costs
 from .costs import Array, Costs, Product, Working
 from .experts import RAGGED_PLATFORMS
-from .transformer_costs import POSITIONS, STACK, Kernel
+from .transformer_costs import POSITIONS, STACK
 
 if TYPE_CHECKING:
     from .moe import Config
@@ -23,17 +22,21 @@ DENSE = ("gate", "up", "down")
 
 
 def costs(
-    config: "Config", rows: int, length: int, kernel: Kernel, platform: str
+    config: "Config", dense: Costs, rows: int, length: int, platform: str
 ) -> Costs:
-    """Returns the costs of a microbatch of `rows` examples, with this attention."""
-    c, found = config, transformer_costs.costs(config, rows, length, kernel)
+    """Returns the costs of a microbatch of `rows` examples.
+
+    Args:
+      dense: those of the model with an MLP in place of the experts.
+    """
+    c, found = config, dense
     share = c.num_moe_layers / c.num_layers
     where = STACK if c.moe_every == 1 else f"{STACK}last/"
     products = [p for p in found.products if p.name not in DENSE]
-    dense = [p for p in found.products if p.name in DENSE]
+    mlp = [p for p in found.products if p.name in DENSE]
     if share < 1:
-        products += [replace(p, share=1 - share) for p in dense]
-    routed = _experts(c, rows, length, f"{where}mlp/", dense, share)
+        products += [replace(p, share=1 - share) for p in mlp]
+    routed = _experts(c, rows, length, f"{where}mlp/", mlp, share)
     arrays = _Arrays(c, rows, length, padded=platform not in RAGGED_PLATFORMS)
     again = {p.name for p in routed if not p.name.startswith("shared")}
     if c.remat == "full":
