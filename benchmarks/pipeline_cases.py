@@ -179,10 +179,11 @@ class Bench:
         )
         shape = (self.rows, self.model.max_length, self.model.d_model)
         x = jax.ShapeDtypeStruct(shape, self.model.compute_dtype)
-        batch = jax.eval_shape(
-            stack.complete, batch_shapes(self.rows, self.model.max_length)
-        )
         shard = Sharder()
+        batch = jax.eval_shape(
+            lambda batch: stack.complete(batch, shard),
+            batch_shapes(self.rows, self.model.max_length),
+        )
 
         def head(outside, x, batch):
             return stack.head(outside, x, batch, shard)[0]

@@ -8,6 +8,7 @@ nothing where it was applied already.
 A `Job` has no threads and no clock of its own, and is called by one thread (driver.py).
 """
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,8 @@ class Job:
     def reset(self, history: History) -> None:
         """Forgets everything and loads a history, without acting on it yet."""
         spec, settings = self.spec, self.around.settings
+        # Versions of another history may have the same numbers, and other parameters.
+        self.history = secrets.token_hex(8)
         self.is_initialized = history.is_initialized
         self.is_finished = history.is_finished
         self.engine = Engine(spec.policy, spec.num_learners, spec.num_rounds)
@@ -88,6 +91,7 @@ class Job:
             **self.servers.describe(),
             "initialize": not self.is_initialized,
             "version": self.engine.version,
+            "history": self.history,
         }
 
     def join(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,6 +103,7 @@ class Job:
         return {
             "incarnation": incarnation,
             "version": self.engine.version,
+            "history": self.history,
             **self.servers.describe(),
             "lease_seconds": self.around.settings.lease_seconds,
         }

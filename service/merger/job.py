@@ -75,7 +75,7 @@ class MergedJob:
     def opened(self, answer: Mapping[str, Any]) -> None:
         """Records what the upstream has answered about the servers there."""
         self._upstream.use(answer)
-        self._versions.clear()
+        self._versions.keep_to(answer["history"])
 
     def stage(
         self,
@@ -113,14 +113,14 @@ class MergedJob:
             self._had_children = True
             self._gathering.hear(learner, incarnation, self._clock())
 
-    def joined(self, learner: int, incarnation: int) -> None:
-        """Notes that a learner has joined.
+    def joined(self, learner: int, answer: Mapping[str, Any]) -> None:
+        """Notes that a learner has joined, and what it was answered.
 
         If the service goes on from a checkpoint, everybody joins again: versions that
         are here may be of a history that was abandoned.
         """
-        self._versions.clear()
-        self.hear(learner, incarnation)
+        self._versions.keep_to(answer["history"])
+        self.hear(learner, answer["incarnation"])
 
     def told(self, learner: int, incarnation: int, answer: Mapping[str, Any]) -> None:
         """Notes what a learner was told to do next."""

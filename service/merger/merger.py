@@ -120,7 +120,7 @@ class Merger:
     def join(self, message: Message) -> Message:
         answer = self._above("Join", message, CALL_SECONDS)
         job = self._job(message)
-        job.joined(message["learner"], answer["incarnation"])
+        job.joined(message["learner"], answer)
         # The servers are those of this merger, as OpenJob has told.
         return {**answer, **self._described()}
 

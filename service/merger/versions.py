@@ -22,6 +22,7 @@ class Versions:
         self._lock = threading.Lock()
         self._blocks: dict[int, dict[int, Block]] = {}  # by version
         self._clears = 0
+        self._history = ""  # of the job, which all versions are of
 
     def read(
         self, version: int, boxes: Sequence[tuple[int, Box]]
@@ -37,6 +38,13 @@ class Versions:
                 yield {"leaf": leaf}, box.start, array
 
         return found()
+
+    def keep_to(self, history: str) -> None:
+        """Forgets everything if it is of another history of the job."""
+        with self._lock:
+            is_same, self._history = history == self._history, history
+        if not is_same:
+            self.clear()
 
     def clear(self) -> None:
         """Forgets everything, also what is being pulled; it can be pulled again."""

@@ -396,5 +396,6 @@ def opened(center, make_spec):
         "placement": {**where, "before": names, "members": names},
         "initialize": True,
         "version": 0,
+        "history": answer["history"],
     }
     return center

@@ -230,7 +230,7 @@ def test_a_snapshot_has_all_that_a_job_remembers(make_house):
     # From the log, the servers or the folder, at every start.
     found = {"is_initialized", "is_finished", "is_held", "saved"}
     found |= {"_logged", "_newest_logged"}
-    moment = {"_queue", "_polled"}
+    moment = {"_queue", "_polled", "history"}
     parts = {"engine", "members", "_evaluations", "_places"}
     assert set(vars(job)) == constant | found | moment | parts | {*snapshots.OF_JOB}
     assert {*snapshots.OF_MEMBERS, "_incarnations"} == set(vars(job.members)) - {

@@ -151,7 +151,7 @@ def test_a_learner_that_gave_up_is_left_behind(tmp_path):
     with RunningFleet(tmp_path, plan) as fleet:
         fleet.until(lambda: "2 running at step 1 to 3; 0 restarts" in fleet.stderr)
         (tmp_path / "stderr.seen").touch()
-        fleet.until(lambda: "learner 0 gave up; the others go on" in fleet.stderr)
+        fleet.until(lambda: "learner 0 gave up; the others continue" in fleet.stderr)
         fleet.until(lambda: "learners: 1 running, 1 given up at" in fleet.stderr)
         (tmp_path / "go").touch()
         assert fleet.status() == exit_codes.GAVE_UP
@@ -177,7 +177,7 @@ def test_one_that_never_started_is_left_behind_if_the_others_do_not_wait(tmp_pat
     with RunningFleet(tmp_path, plan) as fleet:
         fleet.until(lambda: "commit 1;" in fleet.stderr)
         (tmp_path / "go").touch()
-        fleet.until(lambda: "learner 0 gave up; the others go on" in fleet.stderr)
+        fleet.until(lambda: "learner 0 gave up; the others continue" in fleet.stderr)
         (tmp_path / "go on").touch()
         assert fleet.status() == exit_codes.GAVE_UP
 

@@ -45,7 +45,7 @@ def training(tmp_path_factory):
         stack.enter_context(ending(first))
 
         def has_joined() -> bool:
-            return " initial " not in status(service, token)["state"]
+            return status(service, token).get("learners") == 1
 
         wait_until(has_joined, first, folder / "learner", SECONDS)
         yield service, token

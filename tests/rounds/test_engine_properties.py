@@ -78,7 +78,9 @@ class World:
             self._lose(learner)
             self.current.pop(learner, None)
             self.must_rejoin.discard(learner)
-            self.feed(Left(self.time, learner, self.incarnations[learner], "crashed"))
+            self.feed(
+                Left(self.time, learner, self.incarnations[learner], "crashed", True)
+            )
 
     def contribute(self, learner: int) -> None:
         if release := self.working.pop(learner, None):

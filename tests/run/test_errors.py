@@ -246,7 +246,7 @@ def test_bad_data(run, corpora, capfd, what):
         (
             "folder/mine.gin",
             "config 'folder/mine.gin' is neither a file nor a shipped config; expected "
-            "one of: default, digits, digits_resnet,",
+            "one of: deepseek_moe_16b, default, digits, digits_resnet,",
         ),
     ],
 )

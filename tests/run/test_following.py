@@ -172,18 +172,29 @@ def test_a_run_that_waits_can_be_stopped_and_has_saved(tmp_path):
         ({"follow_seconds": -1.0}, "must be >= 0, got -1.0 and 0.0"),
         ({"follow_passes": 0}, "follow_passes must be >= 1"),
         ({"keep_checkpoints": 1}, "keep_checkpoints=1 would remove published"),
-        ({"follow": False}, "follow_seconds=1.5 has no effect without follow; pass"),
-        (
-            {"follow": False, "follow_seconds": 0.0, "follow_passes": 3},
-            "follow_passes=3 has no effect without follow; pass --follow, or leave it "
-            "at 1",
-        ),
     ],
 )
 def test_settings_that_exclude_following_are_one_line(settings, pattern):
     with pytest.raises(ValueError, match=pattern) as caught:
         config(Path("data"), **settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings, pattern",
+    [
+        ({}, "follow_seconds=1.5 has no effect without follow; pass"),
+        (
+            {"follow_seconds": 0.0, "follow_passes": 3},
+            "follow_passes=3 has no effect without follow; pass --follow, or leave it "
+            "at 1",
+        ),
+    ],
+)
+def test_settings_that_need_following_are_not_ignored(settings, pattern, tmp_path):
+    given = config(tmp_path, follow=False, **settings)
+    with pytest.raises(ValueError, match=pattern):
+        following.source_of(given, tmp_path / "run")
 
 
 def test_each_part_is_read_as_often_as_asked(tmp_path):

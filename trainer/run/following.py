@@ -46,13 +46,6 @@ def check(config: "Config") -> None:
             "follow_seconds and publish_seconds must be >= 0, got "
             f"{config.follow_seconds} and {config.publish_seconds}"
         )
-    if not config.follow:
-        for name, default in (("follow_passes", 1), ("follow_seconds", 0.0)):
-            if (value := getattr(config, name)) != default:
-                raise ValueError(
-                    f"{name}={value} has no effect without follow; pass --follow, or "
-                    f"leave it at {default:g}"
-                )
     if config.follow and config.stop_patience:
         raise ValueError(
             f"stop_patience={config.stop_patience} would end a run that follows its "
@@ -84,8 +77,21 @@ class Followed:
         return self._source.open_documents(split, files)
 
 
+def _check_effect(config: "Config") -> None:
+    """Raises if settings need `follow`, which the command line may set last."""
+    if config.follow:
+        return
+    for name, default in (("follow_passes", 1), ("follow_seconds", 0.0)):
+        if (value := getattr(config, name)) != default:
+            raise ValueError(
+                f"{name}={value} has no effect without follow; pass --follow, or "
+                f"leave it at {default:g}"
+            )
+
+
 def source_of(config: "Config", folder: Path) -> Source:
     """Returns the source of a run, with the files that it has recorded, if any."""
+    _check_effect(config)
     document = data_identity.recorded(folder)
     if not config.follow and "parts" not in document:
         return config.data
