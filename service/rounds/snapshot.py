@@ -13,23 +13,28 @@ from .independent import Group
 from .state import Member
 
 CLASSES = {cls.__name__: cls for cls in (Member, Group, Contributed)}
-# What the constructors set, and the decisions of the last event.
+# Of each part, what constructors set, and the decisions of the last event. By part, so
+# that an attribute of another part is not left out because it has the same name.
 OTHERS = {
-    *("policy", "num_learners", "num_rounds", "decisions"),
-    *("_leases", "_lags", "_state"),
+    "state": {
+        *("policy", "num_learners", "num_rounds", "decisions", "_leases", "_lags")
+    },
+    "rule": {"_state"},
+    "leases": set(),
+    "lags": set(),
 }
 
 
 def take(engine: Engine) -> dict[str, Any]:
     """Returns the state of an engine between two events."""
     parts = _parts(engine).items()
-    return {name: get_fields(part, _names(part), CLASSES) for name, part in parts}
+    return {name: get_fields(part, _names(name, part), CLASSES) for name, part in parts}
 
 
 def put_back(engine: Engine, data: dict[str, Any]) -> None:
     """Gives the state to an engine that was made with the same arguments."""
     for name, part in _parts(engine).items():
-        set_fields(part, data.get(name, {}), _names(part), CLASSES)
+        set_fields(part, data.get(name, {}), _names(name, part), CLASSES)
 
 
 def _parts(engine: Engine) -> dict[str, object]:
@@ -42,5 +47,5 @@ def _parts(engine: Engine) -> dict[str, object]:
     }
 
 
-def _names(part: object) -> set[str]:
-    return set(vars(part)) - OTHERS
+def _names(name: str, part: object) -> set[str]:
+    return set(vars(part)) - OTHERS[name]

@@ -395,7 +395,6 @@ def opened(center, make_spec):
         "servers": {"s0": "s0:1", "s1": "s1:1"},
         "placement": {**where, "before": names, "members": names},
         "initialize": True,
-        "version": 0,
-        "history": answer["history"],
+        **{"version": 0, "history": answer["history"]},
     }
     return center

@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from leased_data import LeasedData
 from replaying import replay
@@ -78,9 +78,8 @@ class World:
             self._lose(learner)
             self.current.pop(learner, None)
             self.must_rejoin.discard(learner)
-            self.feed(
-                Left(self.time, learner, self.incarnations[learner], "crashed", True)
-            )
+            incarnation = self.incarnations[learner]
+            self.feed(Left(self.time, learner, incarnation, "crashed", failed=True))
 
     def contribute(self, learner: int) -> None:
         if release := self.working.pop(learner, None):
@@ -301,6 +300,7 @@ def act(world: World, action: str, number: int) -> None:
     late=st.sets(st.integers(0, 4)),
     cut=st.integers(0, 1000),
 )
+@example(5, 6, [("work", 1), ("work", 1)], set(), set(), 23)  # a grace from lags
 def test_engine_keeps_its_promises(
     name, num_learners, num_rounds, actions, absent, late, cut
 ):
