@@ -14,7 +14,7 @@ CALL_SECONDS = 20.0
 BEAT_SECONDS = 2.0
 # How long a coordinator that does not answer is waited for; every call can be repeated.
 RETRY_SECONDS, PAUSE_SECONDS = 45.0, 0.5
-# How long one that says that it is busy, with a large checkpoint, say.
+# How long to wait for one that answers that it is busy, with a large checkpoint, say.
 BUSY_SECONDS = 7200.0
 
 

@@ -30,8 +30,7 @@ class NoUpstream(Unavailable):
 
 
 class Busy(Unavailable):
-    """The coordinator is there, and a job of it is busy, with a checkpoint, say: ask it
-    again, for as long as it says so."""
+    """The job is busy, with a checkpoint for example: ask again."""
 
 
 class OldTerm(Exception):

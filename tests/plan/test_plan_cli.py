@@ -152,3 +152,10 @@ def test_a_plan_asks_for_no_device():
     )
     assert done.returncode == 0, done.stderr
     assert "It fits" in done.stdout
+
+
+def test_a_model_that_does_not_know_sharded_positions_has_no_forecast(capsys):
+    """It would leave out what devices exchange for attention."""
+    argv = ["plan", "--config", "digits_vit", "--target", "v5e-8"]
+    assert cli.main([*argv, "--mesh", "data=2,context=4"]) == 2
+    assert "has no parameter `shard`, so a forecast" in capsys.readouterr().err

@@ -231,7 +231,13 @@ def _make_case(config: "Config", target: Target) -> Case:
     options: dict[str, Any] = {"platform": target.device.platform}
     # What a device multiplies may depend on how positions are sharded.
     is_sharded = any(sharded.mesh_axes(("length",), (length,), f"length {length}"))
-    if is_sharded and "shard" in inspect.signature(model.costs).parameters:
+    if is_sharded:
+        if "shard" not in inspect.signature(model.costs).parameters:
+            raise ValueError(
+                f"`costs` of model {type(model).__name__} has no parameter `shard`, so "
+                "a forecast cannot know what devices exchange where positions are "
+                "sharded. Add it as models/transformer.py does, or shard other axes."
+            )
         options["shard"] = Sharder(mesh, rules)
     costs = _costs(model, rows, length, **options)
     if pipeline is not None and pipeline.simulation.recomputes_once:
